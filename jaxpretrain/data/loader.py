@@ -1,0 +1,83 @@
+"""Batches read and placed on the devices ahead of their use, by one thread."""
+
+import collections
+import concurrent.futures
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxpretrain.data.dataset import Dataset
+
+_PLACED_AHEAD = 2  # placed batches that wait: the next one, and one more for steps of uneven length
+
+
+class Loader:
+    """Iterates over `place(dataset.batch(step, rows))` for steps `start_step` ... `stop_step` - 1.
+
+    A thread reads and places ahead; from remote files it reads `dataset.read_ahead` batches at once. What it raises
+    is raised where the batch is asked for. `seconds_waited`: the time that iteration has waited for a batch so far.
+    Use as a context manager or call `close()`, which joins the thread.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        place: Callable[[dict], Any],
+        start_step: int,
+        stop_step: int,
+        rows: slice = slice(None),
+    ):
+        self.seconds_waited = 0.0
+        self._next, self._stop_step = start_step, stop_step
+        self._placed: queue.Queue = queue.Queue(_PLACED_AHEAD)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(dataset, place, rows), name="loader", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next >= self._stop_step or self._closed.is_set():
+            raise StopIteration
+        start = time.perf_counter()
+        batch, error = self._placed.get()
+        self.seconds_waited += time.perf_counter() - start
+        if error is not None:
+            self.close()
+            raise error
+        self._next += 1
+        return batch
+
+    def close(self) -> None:
+        self._closed.set()
+        while self._thread.is_alive():  # it may be waiting to hand over a batch
+            try:
+                self._placed.get_nowait()
+            except queue.Empty:
+                pass
+            self._thread.join(0.01)
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _run(self, dataset: Dataset, place: Callable[[dict], Any], rows: slice) -> None:
+        try:
+            with concurrent.futures.ThreadPoolExecutor(dataset.read_ahead, "reader") as readers:
+                steps = iter(range(self._next, self._stop_step))
+                reading = collections.deque()
+                while not self._closed.is_set():
+                    while len(reading) < dataset.read_ahead and (step := next(steps, None)) is not None:
+                        reading.append(readers.submit(dataset.batch, step, rows))
+                    if not reading:
+                        return
+                    self._placed.put((place(reading.popleft().result()), None))
+                for future in reading:
+                    future.cancel()
+        except BaseException as error:  # whatever it is, the caller must see it
+            self._placed.put((None, error))

@@ -1,0 +1,100 @@
+"""Evaluates and samples from the weights of a work directory or of a Hugging Face folder."""
+
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxpretrain import config as config_lib
+from jaxpretrain import train
+from jaxpretrain.data.dataset import make_dataset
+from jaxpretrain.data.tokenizer import load_tokenizer
+from jaxpretrain.interop import huggingface, huggingface_config
+from jaxpretrain.parallel.mesh import make_mesh
+from jaxpretrain.parallel.micro_batch import guess_micro_batch_size
+from jaxpretrain.step import TrainStep, make_train_step
+
+NUM_SAMPLED_TOKENS = 200
+TEMPERATURE = 0.8
+
+
+def load_config(source: str, config: ConfigDict | None, overrides: list[tuple[str, str]]) -> ConfigDict:
+    """The config to run the weights of `source` with.
+
+    `config`, of `--config` with its overrides, has its way, but for a Hugging Face folder's model, which is the
+    folder's; without it, a work directory's own config or the defaults, with `overrides`.
+    Raises ValueError if `source` is neither, or if `config` has another model than the work directory.
+    """
+    path = pathlib.Path(source)
+    is_hugging_face = huggingface_config.is_folder(source)
+    if not is_hugging_face and not (path / "config.json").is_file():
+        raise ValueError(f"--workdir={source} is neither a run's work directory nor a Hugging Face folder")
+    saved = huggingface.model_config(source) if is_hugging_face else config_lib.from_json(_read(path / "config.json"))
+    if config is None:
+        config = config_lib.default() if is_hugging_face else saved
+        config.seq_len = saved.seq_len
+        config.model = saved.model
+        for key, text in overrides:
+            config_lib.override(config, key, text)
+    elif is_hugging_face:
+        config.model = saved.model
+    elif config.model != saved.model:
+        raise ValueError(f"--config has another model than the run in {source}; without --config its own is taken")
+    if is_hugging_face and (path / "tokenizer.json").is_file():
+        config.data.tokenizer = str(path / "tokenizer.json")
+    config_lib.check(config)
+    return config
+
+
+def evaluate(config: ConfigDict, source: str) -> str:
+    """Loss on the validation split of `config`, in words."""
+    validation = make_dataset(config, "valid")
+    train_step = _step(config)
+    loss, num_tokens = train.evaluate(
+        train_step, train.load_params(source, config, train_step), validation, config.eval.max_tokens
+    )
+    return f"valid loss {loss:.4f} nats per token over {num_tokens:,} tokens of {source}"
+
+
+def sample(config: ConfigDict, source: str, prompt: str) -> Iterator[str]:
+    """Yields the prompt, then text continuing it, until the end of the document or NUM_SAMPLED_TOKENS."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokens = list(tokenizer.encode(prompt)) or [tokenizer.eod if tokenizer.eod is not None else ord("\n")]
+    if len(tokens) >= config.seq_len:
+        raise ValueError(f"--prompt has {len(tokens)} tokens; the model sees {config.seq_len}: shorten it")
+    train_step = _step(config)
+    params = train.load_params(source, config, train_step)
+    random = np.random.default_rng(config.seed)
+    shown = ""
+    for _ in range(NUM_SAMPLED_TOKENS + 1):
+        text = tokenizer.decode(tokens).rstrip("\ufffd")  # the rest of a character may still come
+        yield text[len(shown) :]
+        shown = text
+        token = _next_token(train_step, params, tokens[-config.seq_len :], random)
+        if token == tokenizer.eod:
+            return
+        tokens.append(token)
+
+
+def _next_token(train_step: TrainStep, params: dict, tokens: list[int], random: np.random.Generator) -> int:
+    """Draws at TEMPERATURE. The whole prefix is computed again, padded to a power of two to compile seldom."""
+    length = min(train_step.seq_len, max(64, 1 << (len(tokens) - 1).bit_length()))
+    padded = np.zeros((1, length), np.int32)
+    padded[0, : len(tokens)] = tokens
+    logits_V = np.asarray(train_step.logits(params, padded)[0, len(tokens) - 1]).astype(np.float64) / TEMPERATURE
+    gumbel_V = random.gumbel(size=logits_V.shape)
+    return int(np.argmax(logits_V + gumbel_V))
+
+
+def _step(config: ConfigDict) -> TrainStep:
+    mesh = make_mesh(config.parallel.strategy)
+    guess_micro_batch_size(config, mesh)
+    return make_train_step(config, mesh)
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error

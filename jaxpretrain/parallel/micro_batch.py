@@ -1,0 +1,97 @@
+"""`micro_batch_size=auto`: the largest micro-batch that fits, guessed by formula and confirmed by the compiler."""
+
+import os
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxpretrain import hardware
+from jaxpretrain.cli import is_out_of_memory
+from jaxpretrain.parallel.mesh import num_data_shards
+from jaxpretrain.step import TrainStep, make_train_step
+
+_USABLE = 0.9  # of a device's memory; the rest is the runtime's and fragmentation's
+
+
+def make_fitting_step(config: ConfigDict, mesh: Mesh) -> tuple[TrainStep, Callable]:
+    """The train step and its compiled `step`; a micro_batch_size of `auto` is replaced in `config` by what fits.
+
+    Raises ValueError if not even one sequence per device fits.
+    """
+    if config.micro_batch_size != "auto":
+        train_step = make_train_step(config, mesh)
+        return train_step, _compile(train_step)
+    for micro_batch_size in _candidates(config, mesh):
+        _set_micro_batch_size(config, micro_batch_size)
+        train_step = make_train_step(config, mesh)
+        try:
+            compiled = _compile(train_step)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            continue
+        if _fits(compiled, mesh.devices.flat[0]):
+            return train_step, compiled
+    raise ValueError(
+        f"one sequence of {config.seq_len} tokens per device does not fit into the memory of a "
+        f"{mesh.devices.flat[0].device_kind}: set parallel.remat=full, or parallel.strategy=fsdp on more devices"
+    )
+
+
+def guess_micro_batch_size(config: ConfigDict, mesh: Mesh) -> None:
+    """Replaces a micro_batch_size of `auto` in `config` by the formula's guess: for evaluation, which needs less."""
+    if config.micro_batch_size == "auto":
+        _set_micro_batch_size(config, _candidates(config, mesh)[0])
+
+
+def _candidates(config: ConfigDict, mesh: Mesh) -> list[int]:
+    """Divisors of each device's sequences, from the largest that should fit downwards."""
+    rows_per_shard = max(1, config.batch_size // num_data_shards(mesh))
+    divisors = [d for d in range(rows_per_shard, 0, -1) if rows_per_shard % d == 0]
+    limit = device_memory(mesh.devices.flat[0])
+    if limit is None:
+        return [1]
+    fitting = [d for d in divisors if d * _activation_bytes_per_sequence(config) < _USABLE * limit]
+    return fitting or [1]
+
+
+def device_memory(device: jax.Device) -> int | None:
+    """Bytes of memory that programs on this device may use; None if that is not known."""
+    if device.platform == "cpu":
+        # Half of the machine, over the devices that share it: the host's own work needs the rest.
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total // 2 // jax.local_device_count("cpu")
+    stats = device.memory_stats() or {}
+    accelerator = hardware.find(device.device_kind)
+    return stats.get("bytes_limit") or (accelerator and accelerator.memory_bytes)
+
+
+def _activation_bytes_per_sequence(config: ConfigDict) -> int:
+    """What the backward of one sequence needs, roughly: a first guess, the compiler has the last word."""
+    m = config.model
+    width = 4 if config.precision.compute == "float32" else 2
+    heads = m.num_heads * (m.head_dim or m.embed_dim // m.num_heads)
+    hidden = (m.mlp_dim or 4 * m.embed_dim) * (3 if m.gated_mlp else 2)
+    per_layer = width * (4 * m.embed_dim + 4 * heads + hidden) + 4 * 2 * m.embed_dim
+    kept = width * m.embed_dim if config.parallel.remat == "full" else per_layer
+    logits = 3 * 4 * m.vocab_size
+    return config.seq_len * (m.num_layers * kept + per_layer + min(logits, 2**18))
+
+
+def _compile(train_step: TrainStep) -> Callable:
+    return train_step.step.lower(train_step.state, train_step.batch).compile()
+
+
+def _fits(compiled: jax.stages.Compiled, device: jax.Device) -> bool:
+    limit, report = device_memory(device), compiled.memory_analysis()
+    if device.platform == "cpu" or limit is None or report is None:
+        return True
+    peak = report.argument_size_in_bytes + report.output_size_in_bytes - report.alias_size_in_bytes
+    return peak + report.temp_size_in_bytes <= _USABLE * limit
+
+
+def _set_micro_batch_size(config: ConfigDict, size: int) -> None:
+    with config.ignore_type():
+        config.micro_batch_size = size

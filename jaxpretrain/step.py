@@ -1,0 +1,253 @@
+"""One pure training step: loss -> gradients -> update, the same function for training, planning and measuring.
+
+Shapes: B sequences of the global batch, T seq_len, N tokens of a micro-batch.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from jaxpretrain import losses
+from jaxpretrain.models import transformer
+from jaxpretrain.models.parameter import infos
+from jaxpretrain.ops import attention
+from jaxpretrain.optim.factory import make_optimizer
+from jaxpretrain.optim.schedules import make_schedule
+from jaxpretrain.parallel.mesh import DATA_AXES, batch_sharding, num_data_shards
+from jaxpretrain.parallel.remat import wrap_block
+from jaxpretrain.parallel.strategies import Strategy, make_strategy
+
+Batch = dict[str, jax.Array]  # tokens and, where documents are kept apart, segment_ids: int32 [B, T+1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class TrainState:
+    """All that a run is, beside its config. Donated to each step."""
+
+    step: jax.Array  # int32: batches consumed, which is where the data stands
+    params: Any  # float32 masters
+    opt_state: Any
+    skipped: jax.Array  # int32: updates not applied because a gradient was not finite
+    bad_steps: jax.Array  # int32: how many in a row up to now; float16 overflows do not count
+    loss_scale: jax.Array | None  # float32, float16 only: what the loss is multiplied by
+    good_steps: jax.Array | None  # int32, float16 only: finite steps since loss_scale last changed
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStep:
+    """What `make_train_step` makes. All functions are jitted; `state` is a TrainState, `batch` a Batch."""
+
+    mesh: Mesh
+    strategy: Strategy
+    attention: attention.Choice
+    seq_len: int
+    num_micro_batches: int  # accumulation steps per optimizer step
+    eval_batch_size: int  # rows of a batch of `evaluate`
+    state: TrainState  # of jax.ShapeDtypeStruct with shardings: nothing is allocated
+    batch: Batch  # of jax.ShapeDtypeStruct with shardings
+    init: Callable[[], TrainState]  # the state of step 0, created already sharded
+    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]  # params, batch -> sum of losses, valid tokens
+    logits: Callable[[Any, jax.Array], jax.Array]  # params, tokens [B, T] -> float32 [B, T, V]; for sampling
+
+
+def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
+    """Builds the step of a checked config, whose micro_batch_size is resolved, on a mesh from `make_mesh`.
+
+    The metrics of a step are scalars: loss (nats per valid token, before the update), grad_norm (before
+    clipping), learning_rate, num_tokens (valid targets), skipped, bad_steps and, in float16, loss_scale.
+    """
+    num_shards, micro_batch_size = num_data_shards(mesh), config.micro_batch_size
+    if config.batch_size % num_shards:
+        raise ValueError(f"batch_size={config.batch_size} does not divide over {num_shards} devices")
+    rows_per_shard = config.batch_size // num_shards
+    if rows_per_shard % micro_batch_size:
+        raise ValueError(
+            f"micro_batch_size={micro_batch_size} does not divide the {rows_per_shard} sequences of each device "
+            f"(batch_size={config.batch_size} over {num_shards}); try {_divisor_below(rows_per_shard, micro_batch_size)}"
+        )
+    num_micro_batches = rows_per_shard // micro_batch_size
+    num_micro_tokens = micro_batch_size * config.seq_len
+    compute_dtype = jnp.dtype(config.precision.compute)
+    is_float16 = compute_dtype == jnp.float16
+    segmented = config.data.isolate_documents
+    matmul_precision = None if config.precision.matmul == "default" else config.precision.matmul
+
+    model = transformer.build(config)
+    graphdef, _ = nnx.split(model)
+    parameter_infos = infos(model)
+    strategy = make_strategy(parameter_infos, mesh, compute_dtype)
+    device = mesh.devices.flat[0]
+    attention_choice = attention.select(
+        config.kernels.attention,
+        platform=device.platform,
+        device_kind=device.device_kind,
+        head_dim=model.config.head_dim,
+        dtype=compute_dtype,
+        segmented=segmented,
+        seq_len=config.seq_len,
+    )
+    forward_options = dict(
+        attend=functools.partial(attention.attend, implementation=attention_choice.name),
+        wrap_block=wrap_block(strategy, config.parallel.remat, config.parallel.scan_layers),
+        scan_layers=config.parallel.scan_layers,
+    )
+    cross_entropy = functools.partial(
+        losses.cross_entropy,
+        vocab_size=config.model.vocab_size,
+        implementation=losses.choose_cross_entropy(
+            config.kernels.cross_entropy, num_micro_tokens, config.model.vocab_size
+        ),
+    )
+    schedule = make_schedule(config)
+    optimizer = make_optimizer(config, schedule, parameter_infos)
+
+    # --- Loss and gradients; the data axes are manual in here: arrays are this shard's own.
+
+    def loss_sum(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Sum of the losses and number of valid tokens of a micro-batch; `params` is the compute copy."""
+        inputs, segment_ids, targets, mask = losses.targets_and_mask(batch)
+        whole = nnx.merge(graphdef, strategy.gather(params))
+        # Elsewhere segment ids only mark padding at the end of rows, which causal attention never looks at.
+        hidden = whole.hidden(inputs, segment_ids if segmented else None, **forward_options)
+        hidden_NxD = hidden.reshape(-1, hidden.shape[-1])
+        return cross_entropy(hidden_NxD, whole.unembedding(), targets.reshape(-1), mask.reshape(-1)), mask.sum()
+
+    def local_gradients(params: Any, batch: Batch, scale: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+        """Sums over the global batch, of `scale` times the gradients, of losses and of valid tokens."""
+        compute_params = strategy.compute_copy(params)
+
+        def accumulate(sums, micro_batch):
+            def scaled_loss(params):
+                loss, num_tokens = loss_sum(params, micro_batch)
+                return loss * scale, (loss, num_tokens)
+
+            gradients, (loss, num_tokens) = jax.grad(scaled_loss, has_aux=True)(compute_params)
+            new = jax.tree.map(lambda g: g.astype(jnp.float32), gradients), loss, num_tokens
+            return jax.tree.map(jnp.add, sums, new), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), jnp.zeros(()), jnp.zeros(())
+        micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, micro_batch_size, *x.shape[1:]), batch)
+        (gradients, loss, num_tokens), _ = jax.lax.scan(accumulate, zeros, micro_batches)
+        return strategy.reduce(gradients), jax.lax.psum(loss, DATA_AXES), jax.lax.psum(num_tokens, DATA_AXES)
+
+    def local_losses(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        loss, num_tokens = loss_sum(strategy.compute_copy(params), batch)
+        return jax.lax.psum(loss, DATA_AXES), jax.lax.psum(num_tokens, DATA_AXES)
+
+    rows, scalar = PartitionSpec(DATA_AXES), PartitionSpec()
+    # Replication of the outputs is not checked: kernels and custom gradients do not carry its types.
+    manual = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(DATA_AXES), check_vma=False)
+    gradients_of = manual(
+        local_gradients, in_specs=(strategy.specs, rows, scalar), out_specs=(strategy.specs, scalar, scalar)
+    )
+    losses_of = manual(local_losses, in_specs=(strategy.specs, rows), out_specs=(scalar, scalar))
+
+    # --- The step: outside, arrays are global and keep the layout of the parameters.
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        # Sums of float16 gradients over the tokens of a micro-batch would overflow: scale their mean.
+        scale = state.loss_scale / num_micro_tokens if is_float16 else jnp.ones(())
+        with jax.default_matmul_precision(matmul_precision):
+            gradients, loss, num_tokens = gradients_of(state.params, batch, scale)
+        num_tokens = jnp.maximum(num_tokens, 1)
+        loss /= num_tokens
+        gradients = jax.tree.map(lambda g: g / (num_tokens * scale), gradients)
+        grad_norm = optax.global_norm(gradients)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+        metrics = dict(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=schedule(state.step - state.skipped),
+            num_tokens=num_tokens,
+        )
+        state = dataclasses.replace(
+            _count(state, finite, jnp.isfinite(loss), config), step=state.step + 1, params=params, opt_state=opt_state
+        )
+        metrics |= dict(skipped=state.skipped, bad_steps=state.bad_steps)
+        if is_float16:
+            metrics["loss_scale"] = state.loss_scale
+        return state, metrics
+
+    def init() -> TrainState:
+        model = transformer.Transformer(config.model, config.seq_len, jax.random.key(config.seed))
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(
+            step=zero,
+            params=params,
+            opt_state=optimizer.init(params),
+            skipped=zero,
+            bad_steps=zero,
+            loss_scale=jnp.float32(config.precision.initial_loss_scale) if is_float16 else None,
+            good_steps=zero if is_float16 else None,
+        )
+
+    def logits(params: Any, tokens: jax.Array) -> jax.Array:
+        whole = nnx.merge(graphdef, strategy.compute_copy(params))
+        return whole(tokens, attend=functools.partial(attention.attend, implementation="xla"))
+
+    state = jax.eval_shape(init)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    shardings = dataclasses.replace(
+        jax.tree.map(lambda _: replicated, state),
+        params=strategy.shardings,
+        opt_state=optax.tree.map_params(
+            optimizer,
+            lambda _, sharding: sharding,
+            state.opt_state,
+            strategy.shardings,
+            transform_non_params=lambda _: replicated,
+        ),
+    )
+    row = jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32, sharding=batch_sharding(mesh))
+    return TrainStep(
+        mesh=mesh,
+        strategy=strategy,
+        attention=attention_choice,
+        seq_len=config.seq_len,
+        num_micro_batches=num_micro_batches,
+        eval_batch_size=micro_batch_size * num_shards,
+        state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings),
+        batch={"tokens": row, "segment_ids": row} if segmented else {"tokens": row},
+        init=jax.jit(init, out_shardings=shardings),
+        step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated)),
+        evaluate=jax.jit(losses_of, out_shardings=replicated),
+        logits=jax.jit(logits),
+    )
+
+
+def _count(state: TrainState, finite: jax.Array, loss_is_finite: jax.Array, config: ConfigDict) -> TrainState:
+    """Counts skipped updates; in float16 moves the loss scale, as an overflow is its business and no bad step."""
+    skipped = state.skipped + ~finite
+    if state.loss_scale is None:
+        return dataclasses.replace(state, skipped=skipped, bad_steps=jnp.where(finite, 0, state.bad_steps + 1))
+    overflow = ~finite & loss_is_finite & (state.loss_scale > 1)
+    good_steps = jnp.where(finite, state.good_steps + 1, 0)
+    grow = good_steps >= config.precision.loss_scale_interval
+    loss_scale = jnp.where(finite, state.loss_scale, jnp.maximum(state.loss_scale / 2, 1))
+    return dataclasses.replace(
+        state,
+        skipped=skipped,
+        bad_steps=jnp.where(finite, 0, state.bad_steps + (~overflow)),
+        loss_scale=jnp.where(grow, loss_scale * 2, loss_scale),
+        good_steps=jnp.where(grow, 0, good_steps),
+    )
+
+
+def _divisor_below(n: int, limit: int) -> int:
+    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
