@@ -3,8 +3,10 @@
     WORKDIR/checkpoints/STEP/{state,config}   a directory that exists under its final name is complete
 """
 
+import contextlib
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,20 +21,25 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 from jaxpretrain import config as config_lib
+from jaxpretrain.cli import is_out_of_memory
 from jaxpretrain.step import TrainState
 
 
 class Checkpoints:
-    """The checkpoints of one work directory. `close()` waits for what is being written."""
+    """The checkpoints of one work directory. `close()` waits for what is being written.
+
+    Raises ValueError, saying what to do, for a checkpoint that cannot be written or read.
+    """
 
     def __init__(self, workdir: str | pathlib.Path, config: ConfigDict):
+        """`config`, as it is when a checkpoint is saved, is saved along."""
         c = config.checkpoint
         policies = [LatestN(c.keep_last), CustomSteps(list(c.at_steps))]
         if c.keep_every:
             policies.append(EveryNSteps(c.keep_every))
-        self._config = json.loads(config_lib.to_json(config))
+        self._config, self._folder = config, _folder(workdir)
         self._manager = ocp.CheckpointManager(
-            _folder(workdir),
+            self._folder,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=AnyPreservationPolicy(policies),
                 cleanup_tmp_directories=True,  # what a killed run left half-written
@@ -51,21 +58,44 @@ class Checkpoints:
         """Copies the state to the host, then writes it in the background; raises what the last write raised."""
         if step in self._manager.all_steps():
             return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(self._config)),
-            force=True,
-        )
+        config = json.loads(config_lib.to_json(self._config))
+        with self._writing():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(config)),
+                force=True,
+            )
+
+    def check(self) -> None:
+        """Raises what the last write raised, if it has ended; does not wait."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self) -> None:
-        self._manager.wait_until_finished()
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()
+        with self._writing():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of whatever class: Orbax, TensorStore and the system each have theirs
+            if is_out_of_memory(error):
+                raise
+            newest = self._manager.latest_step()
+            go_on = "start again" if newest is None else f"go on from step {newest}"
+            raise ValueError(
+                f"a checkpoint could not be written to {self._folder}: {_short(error)}; make room there, then run the "
+                f"same command to {go_on}"
+            ) from error
 
 
 def restore_state(workdir: str, state: TrainState) -> TrainState:
-    """The newest state of another run, laid out as the abstract `state`. Raises ValueError if there is none."""
+    """The newest state of another run, laid out as the abstract `state`. Raises ValueError if none fits it."""
     with _reader(workdir) as manager:
         return _restore_state(manager, _newest(manager, workdir), state)
 
@@ -81,28 +111,61 @@ def restore_params(workdir: str, step: int | None = None, like: Any = None) -> t
             step = _newest(manager, workdir)
         elif step not in manager.all_steps():
             raise ValueError(f"{workdir} has no checkpoint of step {step}; it has {sorted(manager.all_steps())}")
-        config = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore())).config
-        config = config_lib.from_json(json.dumps(config))
-    folder = _folder(workdir) / str(step) / "state"
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        saved = checkpointer.metadata(folder).item_metadata.tree["params"]
+        with _reading(manager, step):
+            config = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore())).config
+            saved = _saved_tree(manager, step)["params"]
         if like is None:
             cpu = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cpu), saved)
-        _check_shapes(saved, like, workdir)
-        restored = checkpointer.restore(
-            folder,
-            args=ocp.args.PyTreeRestore(
-                {"params": like},
-                restore_args={"params": ocp.checkpoint_utils.construct_restore_args(like)},
-                partial_restore=True,
-            ),
-        )
-    return restored["params"], config
+        _check_shapes({"params": saved}, {"params": like}, workdir)
+        with _reading(manager, step), ocp.PyTreeCheckpointer() as checkpointer:
+            restored = checkpointer.restore(
+                manager.directory / str(step) / "state",
+                args=ocp.args.PyTreeRestore(
+                    {"params": like},
+                    restore_args={"params": ocp.checkpoint_utils.construct_restore_args(like)},
+                    partial_restore=True,
+                ),
+            )
+    return restored["params"], config_lib.from_json(json.dumps(config))
 
 
 def _restore_state(manager: ocp.CheckpointManager, step: int, state: TrainState) -> TrainState:
-    return manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(state))).state
+    with _reading(manager, step):
+        saved = _saved_tree(manager, step)
+    _check_shapes(saved, state, manager.directory.parent)
+    with _reading(manager, step):
+        return manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(state))).state
+
+
+def _saved_tree(manager: ocp.CheckpointManager, step: int) -> Any:
+    """Shapes and dtypes of the saved state, as nested dicts and lists."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata(manager.directory / str(step) / "state").item_metadata
+    if metadata is None:
+        raise ValueError("no metadata of the state")
+    return metadata.tree
+
+
+@contextlib.contextmanager
+def _reading(manager: ocp.CheckpointManager, step: int) -> Iterator[None]:
+    """A damaged checkpoint stops the run: to go on silently from an older one could lose days unnoticed."""
+    try:
+        yield
+    except Exception as error:  # of whatever class: what a missing or truncated file raises differs
+        if is_out_of_memory(error):
+            raise
+        older = [s for s in sorted(manager.all_steps()) if s < step]
+        raise ValueError(
+            f"{manager.directory / str(step)} cannot be read, a file in it is damaged or missing ({_short(error)}); "
+            f"remove that directory to {f'go on from step {older[-1]}' if older else 'start again'}"
+        ) from error
+
+
+def _short(error: Exception) -> str:
+    """The error's text without TensorStore's description of the whole array; of the system's errors the end."""
+    text = " ".join(str(error).split()).split(" [tensorstore_spec=")[0].split(" See full TensorStore")[0]
+    return text.split(" [os_error_code")[0].split(": ")[-1] if "os_error_code" in text else text[:400]
 
 
 def _folder(workdir: str | pathlib.Path) -> pathlib.Path:
@@ -122,14 +185,14 @@ def _newest(manager: ocp.CheckpointManager, workdir: str) -> int:
     return step
 
 
-def _check_shapes(saved: Any, like: Any, workdir: str) -> None:
+def _check_shapes(saved: Any, like: Any, workdir: Any) -> None:
     old = {jax.tree_util.keystr(k, simple=True, separator="."): v.shape for k, v in _leaves(saved)}
     new = {jax.tree_util.keystr(k, simple=True, separator="."): v.shape for k, v in _leaves(like)}
     for path in sorted(old.keys() | new.keys()):
         if old.get(path) != new.get(path):
             raise ValueError(
-                f"{workdir} was trained with another model: parameter {path} is {old.get(path, 'absent')} there, "
-                f"{new.get(path, 'absent')} here"
+                f"{workdir} is a run of another model or optimizer: {path} is {old.get(path, 'absent')} there, "
+                f"{new.get(path, 'absent')} here; use its model.* and optimizer.* keys"
             )
 
 

@@ -1,7 +1,8 @@
-"""What every command line shares: `--config=FILE[:args] --config.a.b=value`, and mistakes as one line and exit code 1."""
+"""What every command line shares: `--config=FILE[:args] --config.a.b=value`; mistakes as one line and exit code 1."""
 
 import argparse
 import difflib
+import logging
 import sys
 import traceback
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from ml_collections import ConfigDict
 
 from jaxpretrain import config as config_lib
+from jaxpretrain.signals import EXIT_INTERRUPTED
 
 EXIT_DONE, EXIT_ERROR, EXIT_STOPPED = 0, 1, 75
 
@@ -18,7 +20,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, *, description: str):
         super().__init__(description=description, allow_abbrev=False)
-        self.add_argument("--config", metavar="FILE[:flag,key=value]", help="a recipe; --config.KEY=VALUE changes a key")
+        self.add_argument("--config", metavar="FILE[:flag,key=value]", help="a recipe; --config.KEY=VALUE sets a key")
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def error(self, message: str) -> None:
@@ -51,13 +53,18 @@ def load_config(arguments: argparse.Namespace, overrides: list[tuple[str, str]])
 
 
 def run(main: Callable[[list[str]], int]) -> None:
-    """Ends the process with main(argv)'s exit code; an error is one line on stderr and 1, with --debug its traceback."""
+    """Ends the process with main(argv)'s exit code; an error is one line on stderr and 1; --debug adds its traceback."""
+    debug = "--debug" in sys.argv
+    if not debug:  # what threads and callbacks of Orbax say of an error would bury our one line on it
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        sys.unraisablehook = lambda *_: None
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        if "--debug" in sys.argv:
+        if debug:
             traceback.print_exc()
         print(f"error: {explain(error)}", file=sys.stderr)
         sys.exit(EXIT_ERROR)
@@ -82,4 +89,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host ran out of memory, in any of the wordings of XLA, CUDA, TPUs and Python."""
     text = str(error).lower()
     words = ("resource_exhausted", "out of memory", "exceeds available hbm", "failed to allocate", "bad_alloc")
-    return isinstance(error, MemoryError) or any(word in text for word in words)
+    full_disk = "os_error_code" in text  # TensorStore calls that RESOURCE_EXHAUSTED too
+    return isinstance(error, MemoryError) or (not full_disk and any(word in text for word in words))

@@ -4,6 +4,7 @@ import os
 import pathlib
 
 from jaxpretrain import cli
+from jaxpretrain.signals import StopSignal
 
 
 def main(argv: list[str]) -> int:
@@ -20,10 +21,11 @@ def main(argv: list[str]) -> int:
     # Imported here: a mistake in the flags or the config is reported before JAX is loaded.
     if arguments.mode == "train":
         config = cli.load_config(arguments, overrides)
-        from jaxpretrain.train import train
+        with StopSignal() as stop:
+            from jaxpretrain.train import train
 
-        use_compilation_cache(config.run.compilation_cache)
-        return cli.EXIT_DONE if train(config, arguments.workdir) else cli.EXIT_STOPPED
+            use_compilation_cache(config.run.compilation_cache)
+            return cli.EXIT_DONE if train(config, arguments.workdir, stop) else cli.EXIT_STOPPED
 
     from jaxpretrain import inference
 

@@ -116,8 +116,8 @@ class MetricsLog:
         console = Console(file=self._out)
         if console.is_terminal and not console.is_dumb_terminal:
             columns = (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
-            self._progress = Progress(*columns, console=console, refresh_per_second=2, transient=True)
-            self._task = self._progress.add_task("compiling", total=config.steps, completed=self._last_step)
+            self._progress = Progress(*columns, console=console, refresh_per_second=2)
+            self._task = self._progress.add_task("starting", total=config.steps, completed=self._last_step)
             self._progress.start()
         self.print(self._definition(device_kind, accelerator and accelerator.name, num_devices, device_peak))
 
@@ -138,6 +138,8 @@ class MetricsLog:
             self._waited_until = (step - 1, 0.0)
         self._last_step = step
         self._timer.completed(step, now)
+        if self._progress:
+            self._progress.update(self._task, completed=step)
         if step % self._config.log.every and step != self._config.steps:
             return
         step_time = self._timer.take()
@@ -256,7 +258,7 @@ class MetricsLog:
                     text += f" (above {MFU_SUSPECT:.0%}: check the timer)"
             text += f"  left {datetime.timedelta(seconds=round((steps - step) * line['step_time']))}"
         if self._progress:
-            self._progress.update(self._task, completed=step, description=text)
+            self._progress.update(self._task, description=text)
         else:
             self.print(text)
 

@@ -97,7 +97,9 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         seq_len=config.seq_len,
     )
     forward_options = dict(
-        attend=functools.partial(attention.attend, implementation=attention_choice.name),
+        attend=functools.partial(
+            attention.attend, implementation=attention_choice.name, block=attention_choice.block
+        ),
         wrap_block=wrap_block(strategy, config.parallel.remat, config.parallel.scan_layers),
         scan_layers=config.parallel.scan_layers,
     )
@@ -111,7 +113,7 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
     schedule = make_schedule(config)
     optimizer = make_optimizer(config, schedule, parameter_infos)
 
-    # --- Loss and gradients; the data axes are manual in here: arrays are this shard's own.
+    # --- Loss and gradients; the mesh axes are manual in here: arrays are this shard's own.
 
     def loss_sum(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Sum of the losses and number of valid tokens of a micro-batch; `params` is the compute copy."""
@@ -145,8 +147,9 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         return jax.lax.psum(loss, DATA_AXES), jax.lax.psum(num_tokens, DATA_AXES)
 
     rows, scalar = PartitionSpec(DATA_AXES), PartitionSpec()
-    # Replication of the outputs is not checked: kernels and custom gradients do not carry its types.
-    manual = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(DATA_AXES), check_vma=False)
+    # All axes are manual, `tensor` too while it has size 1: beside an automatic axis cuDNN's attention does not
+    # compile. Replication of the outputs is not checked: kernels and custom gradients do not carry its types.
+    manual = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     gradients_of = manual(
         local_gradients, in_specs=(strategy.specs, rows, scalar), out_specs=(strategy.specs, scalar, scalar)
     )
@@ -162,7 +165,7 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         num_tokens = jnp.maximum(num_tokens, 1)
         loss /= num_tokens
         gradients = jax.tree.map(lambda g: g / (num_tokens * scale), gradients)
-        grad_norm = optax.global_norm(gradients)
+        grad_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -4,7 +4,6 @@ import collections
 import math
 import os
 import pathlib
-import signal
 import time
 from typing import Any
 
@@ -19,21 +18,17 @@ from jaxpretrain.data.loader import Loader
 from jaxpretrain.data.ngrams import MAX_TRAIN_TOKENS, held_out_entropies
 from jaxpretrain.interop import huggingface, huggingface_config
 from jaxpretrain.metrics import MetricsLog
-from jaxpretrain.parallel.mesh import make_mesh
+from jaxpretrain.parallel.mesh import make_mesh, num_data_shards
 from jaxpretrain.parallel.micro_batch import make_fitting_step
+from jaxpretrain.signals import StopSignal
 from jaxpretrain.step import Batch, TrainStep
 
 
-def train(config: ConfigDict, workdir: str) -> bool:
-    """Trains until `steps`, from where the work directory stands. False if a signal stopped it after saving.
+def train(config: ConfigDict, workdir: str, stop: StopSignal) -> bool:
+    """Trains until `steps`, from where the work directory stands. False if `stop` ended it, after saving.
 
     Raises ValueError for what the user can mend; whatever ends a run that has begun, its state is saved first.
     """
-    with StopSignal() as stop:
-        return _train(config, workdir, stop)
-
-
-def _train(config: ConfigDict, workdir: str, stop: "StopSignal") -> bool:
     # --- Work directory: the config of a run that has begun is part of the experiment.
     workdir = prepare_workdir(workdir)
     saved = workdir / "config.json"
@@ -42,8 +37,6 @@ def _train(config: ConfigDict, workdir: str, stop: "StopSignal") -> bool:
     if last_step is not None:
         old = config_lib.from_json(saved.read_text())
         config_lib.check_resume(old, config)
-        if config.micro_batch_size == "auto":
-            config.micro_batch_size = old.micro_batch_size
 
     # --- Data: what can be wrong with it is said before the model is compiled.
     dataset = make_dataset(config, "train")
@@ -51,8 +44,12 @@ def _train(config: ConfigDict, workdir: str, stop: "StopSignal") -> bool:
 
     # --- Mesh and step. `auto` becomes the micro-batch that fits, confirmed by the compiler.
     mesh = make_mesh(config.parallel.strategy)
+    if last_step is not None and config.micro_batch_size == "auto":
+        if config.batch_size % (num_data_shards(mesh) * old.micro_batch_size) == 0:  # else: on other devices now
+            config.micro_batch_size = old.micro_batch_size
     train_step, step_function = make_fitting_step(config, mesh)
-    checkpoints.config = config
+    if stop.requested:
+        return False  # nothing is computed yet that a checkpoint does not hold
     _write_atomically(saved, config_lib.to_json(config))
 
     # --- State, in this order: own checkpoint, resume_from, init_from, scratch.
@@ -83,7 +80,8 @@ def _train(config: ConfigDict, workdir: str, stop: "StopSignal") -> bool:
         log.print(ngram_baseline(dataset, validation, config, train_step))
 
     # --- Loop. Step n is dispatched, then the metrics of step n - 1 are read while it runs.
-    loader = Loader(dataset, lambda batch: place(batch, train_step), first_step, config.steps, _own_rows(config.batch_size))
+    rows = _own_rows(config.batch_size)
+    loader = Loader(dataset, lambda batch: place(batch, train_step), first_step, config.steps, rows)
     step, unread, divergence, last_saved = first_step, collections.deque(), None, time.monotonic()
 
     def read_metrics(leave: int = 0) -> None:
@@ -107,6 +105,7 @@ def _train(config: ConfigDict, workdir: str, stop: "StopSignal") -> bool:
         while step < config.steps and not stop.requested and divergence is None:
             state, metrics = step_function(state, next(loader))
             step += 1
+            checkpoints.check()
             unread.append((step, metrics))
             read_metrics(leave=1)
 
@@ -139,7 +138,7 @@ def _train(config: ConfigDict, workdir: str, stop: "StopSignal") -> bool:
 
 
 def evaluate(
-    train_step: TrainStep, params: Any, validation: Dataset, max_tokens: int = 0, stop: "StopSignal | None" = None
+    train_step: TrainStep, params: Any, validation: Dataset, max_tokens: int = 0, stop: StopSignal | None = None
 ) -> tuple[float, int] | None:
     """Mean loss, nats per token, over the validation split or its first `max_tokens`, and the number of tokens.
 
@@ -166,7 +165,7 @@ def evaluate_and_log(
     config: ConfigDict,
     log: MetricsLog,
     step: int,
-    stop: "StopSignal",
+    stop: StopSignal,
 ) -> None:
     result = evaluate(train_step, params, validation, config.eval.max_tokens, stop)
     if result:
@@ -211,7 +210,7 @@ def load_params(source: str, config: ConfigDict, train_step: TrainStep) -> Any:
 
 def describe(config: ConfigDict, train_step: TrainStep, origin: str) -> str:
     """What is about to run, in a few lines."""
-    mesh, choice = train_step.mesh, train_step.attention
+    mesh = train_step.mesh
     num_params = sum(param.size for param in jax.tree.leaves(train_step.state.params))
     device_kind = mesh.devices.flat[0].device_kind
     lines = [
@@ -219,7 +218,7 @@ def describe(config: ConfigDict, train_step: TrainStep, origin: str) -> str:
         f"{config.parallel.strategy}",
         f"batch: {config.batch_size} x {config.seq_len} tokens = {mesh.size} devices x {train_step.num_micro_batches} "
         f"accumulation steps x {config.micro_batch_size} sequences",
-        f"attention: {choice.name} ({choice.why})",
+        train_step.attention.why,
     ]
     unsharded = train_step.strategy.unsharded()
     if unsharded:
@@ -227,30 +226,13 @@ def describe(config: ConfigDict, train_step: TrainStep, origin: str) -> str:
     return "\n".join(lines)
 
 
-class StopSignal:
-    """A context in which SIGTERM and the first SIGINT ask the loop to save and stop; a second Ctrl-C quits at once."""
-
-    def __init__(self):
-        self.requested = False
-
-    def _handle(self, signum: int, frame: Any) -> None:
-        if self.requested and signum == signal.SIGINT:
-            os._exit(130)
-        self.requested = True
-        print("\nstopping after this step; the state will be saved (Ctrl-C again: quit at once)", flush=True)
-
-    def __enter__(self) -> "StopSignal":
-        self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
-
-
 def prepare_workdir(workdir: str) -> pathlib.Path:
-    """Creates the directory and tries to write in it. Raises ValueError if either fails."""
+    """Creates the directory and tries to write in it. Raises ValueError if either fails or it holds a model."""
     path = pathlib.Path(workdir)
+    if huggingface_config.is_folder(path):  # its config.json would be overwritten
+        raise ValueError(
+            f"--workdir={workdir} is a Hugging Face model: name another directory, and this one as checkpoint.init_from"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".probe-{os.getpid()}"

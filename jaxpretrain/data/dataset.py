@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from jaxpretrain.config import data_sources
 from jaxpretrain.data import huggingface, megatron, storage, text, tokens
 from jaxpretrain.data.mixture import Mixture
-from jaxpretrain.data.permutation import fold, mix, permute
+from jaxpretrain.data.permutation import fold, permute, scatter
 from jaxpretrain.data.windows import DocumentWindows, Pieces, PieceWindows, split_documents, split_tail
 
 _REMOTE_READ_AHEAD = 8  # batches read at once where each costs a round trip
@@ -23,7 +23,7 @@ class SyntheticWindows:
 
     remote = False
 
-    def __init__(self, num_rows: int, seq_len: int, vocab_size: int, key: np.ndarray):
+    def __init__(self, num_rows: int, seq_len: int, vocab_size: int, key: int):
         self.num_rows, self.num_tokens = num_rows, num_rows * seq_len
         self.seq_len, self.vocab_size, self._key = seq_len, vocab_size, key
 
@@ -31,8 +31,13 @@ class SyntheticWindows:
         return np.full(rows.shape, self.seq_len + 1)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        positions = mix(rows.astype(np.uint64) ^ self._key)[:, None] + np.arange(self.seq_len + 1, dtype=np.uint64)
-        return ((mix(positions) >> np.uint64(32)) * np.uint64(self.vocab_size) >> np.uint64(32)).astype(np.int32)
+        # A start for each row, scattered over 64 bits so that no two rows are shifts of each other.
+        starts = scatter(rows.astype(np.uint64) ^ np.uint64(self._key))
+        x = scatter(starts[:, None] + np.arange(self.seq_len + 1, dtype=np.uint64))
+        x >>= np.uint64(32)
+        x *= np.uint64(self.vocab_size)
+        x >>= np.uint64(32)
+        return x.astype(np.int32)
 
 
 class Dataset:
@@ -59,7 +64,11 @@ class Dataset:
         for k, windows in enumerate(self._windows):
             mine = source == k
             epoch, row = np.divmod(local[mine], windows.num_rows)
-            local[mine] = permute(row, windows.num_rows, fold(self._seed, k, epoch)) if self._shuffled else row
+            if self._shuffled and row.size:
+                first = int(epoch[0])  # epochs do not fall within a batch
+                keys = [fold(self._seed, k, e) for e in range(first, int(epoch[-1]) + 1)]
+                row = permute(row, windows.num_rows, np.array(keys, np.uint64)[epoch - first])
+            local[mine] = row
         return self._read(source, local, evaluation=False)
 
     def num_batches(self, batch_size: int) -> int:
@@ -115,8 +124,8 @@ def make_dataset(config: ConfigDict, split: str) -> Dataset:
         )
     if data.validation_path and data.source == "mixture":
         raise ValueError(
-            f"data.validation_path={data.validation_path!r} has no effect with data.source='mixture', whose sources each "
-            "hold out data.validation_fraction; remove it"
+            f"data.validation_path={data.validation_path!r} has no effect with data.source='mixture': each of "
+            "its sources holds out data.validation_fraction; remove it"
         )
     sources = dict(sorted(data_sources(config).items()))  # by name: config.json does not keep the recipe's order
     windows = [_open(config, name, spec, split, k) for k, (name, spec) in enumerate(sources.items())]
@@ -140,6 +149,8 @@ def _open(config: ConfigDict, name: str, spec: dict, split: str, k: int):
         path, path_key = data.validation_path, "data.validation_path"
     if not path and kind != "stdlib":
         raise ValueError(f"{path_key} is empty, and {key}.source={kind!r} reads files; {_how_to_get(spec, 'DIR')}")
+    # No shell expands the ~ of --config.data.path=~/x.
+    path = ",".join(os.path.expanduser(part.strip()) for part in path.split(","))
     try:
         pieces = _pieces(config, spec, path)
     except storage.MissingFile as error:

@@ -186,9 +186,6 @@ def _tensors(family: _Family, parameters: Mapping[str, Info]) -> list[_Tensor]:
 # --- Reading
 
 
-is_folder = huggingface_config.is_folder
-
-
 def model_config(folder: str | os.PathLike) -> ConfigDict:
     """A config whose `model` and `seq_len` are those of `folder`; all other keys are at their defaults.
 

@@ -82,7 +82,7 @@ _pallas.defvjp(_pallas_fwd, _pallas_bwd)
 
 
 def _pallas_options(K: int) -> dict:
-    """Tiles that fit a consumer GPU's 99 KiB of shared memory; at K = 256 the default ones do not even fit an A100's."""
+    """Tiles that fit a consumer GPU's 99 KiB of shared memory; at K = 256 the default ones do not fit an A100's 163."""
     from jax.experimental.pallas.ops.gpu import attention as pallas_gpu
 
     sizes = pallas_gpu.BlockSizes(64, 64 if K <= 128 else 32, 32, 32, 32, 32)

@@ -1,12 +1,14 @@
-"""A web server on 127.0.0.1 that serves a dict of files by byte ranges, by plain HTTP and as Google Cloud Storage."""
+"""Sets in Megatron's format, packed by hand, and a web server that stands for a store of files."""
 
 import http.server
 import json
 import os
 import re
+import struct
 import threading
 import urllib.parse
 
+import numpy as np
 import pytest
 
 
@@ -21,8 +23,48 @@ def server():
     server.close()
 
 
+@pytest.fixture
+def pack():
+    return _pack
+
+
+@pytest.fixture
+def shard():
+    return _shard
+
+
+def _pack(prefix, sequences, documents=None, dtype="<u2", code=8, modes=b""):
+    """Writes a set by the format's table, without the code under test."""
+    data = [np.asarray(s, dtype).tobytes() for s in sequences]
+    documents = list(range(len(sequences) + 1)) if documents is None else documents
+    offsets = [sum(map(len, data[:i])) for i in range(len(data))]
+    index = b"MMIDIDX\0\0" + struct.pack("<Q", 1) + struct.pack("<B", code)
+    index += struct.pack("<QQ", len(sequences), len(documents))
+    index += struct.pack(f"<{len(sequences)}i", *map(len, sequences))
+    index += struct.pack(f"<{len(sequences)}q", *offsets)
+    index += struct.pack(f"<{len(documents)}q", *documents) + modes
+    with open(f"{prefix}.bin", "wb") as file:
+        file.write(b"".join(data))
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(index)
+
+
+def _shard(folder, rows, cuts, name="document"):
+    """A preshuffled set in shards that end at the bytes `cuts`, as Pythia's are named."""
+    _pack(folder / name, rows)
+    data = (folder / f"{name}.bin").read_bytes()
+    os.remove(folder / f"{name}.bin")
+    edges = [0, *cuts, len(data)]
+    for i in range(len(edges) - 1):
+        path = folder / f"{name}-{i:05}-of-{len(edges) - 2:05}.bin"
+        path.write_bytes(data[edges[i] : edges[i + 1]])
+
+
 class Server:
-    """`files`: key -> bytes. `requests`: (path, range header) of every request so far. `port`."""
+    """Serves a dict of files on 127.0.0.1 by byte ranges, by plain HTTP and as Google Cloud Storage.
+
+    `files`: key -> bytes. `requests`: (path, range header) of every request so far. `port`.
+    """
 
     def __init__(self):
         self.files: dict[str, bytes] = {}

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from test_megatron import pack, shard
 
 from jaxpretrain import config as config_lib
 from jaxpretrain.data import megatron
@@ -20,7 +19,7 @@ def make_config(tmp_path, **keys):
 
 
 @pytest.fixture
-def corpus(tmp_path):
+def corpus(tmp_path, pack):
     """A Megatron set of 60 documents in which no token comes twice; its path."""
     lengths = np.random.default_rng(0).integers(0, 80, 60)
     pack(tmp_path / "docs", np.split(np.arange(lengths.sum()), np.cumsum(lengths)[:-1]))
@@ -39,8 +38,7 @@ def targets(batch):
 def test_every_target_once_an_epoch(tmp_path, corpus, seed):
     """Also where batches straddle epochs; each epoch in another order; steps independent of each other.
 
-    Mutations seen to fail: the epoch left out of the key (`fold(self._seed, k)`); `batch_size` -> `batch_size - 1` in
-    the row index.
+    Mutations seen to fail: `fold(self._seed, k)`, the epoch left out; `step * (batch_size - 1)`.
     """
     config = make_config(tmp_path, seed=seed, data__source="megatron", data__path=corpus)
     dataset = make_dataset(config, "train")
@@ -73,7 +71,13 @@ def test_seeds_change_the_order_and_not_the_split(tmp_path, corpus):
 @pytest.mark.parametrize("isolate", [False, True])
 def test_hosts_slices_make_the_batch(tmp_path, corpus, isolate):
     """Mutation seen to fail: `rows` applied to the index and then again to the result."""
-    config = make_config(tmp_path, data__source="megatron", data__path=corpus, data__isolate_documents=isolate)
+    config = make_config(
+        tmp_path,
+        data__source="megatron",
+        data__path=corpus,
+        data__isolate_documents=isolate,
+        data__validation_fraction=0.5,
+    )
     dataset, valid = make_dataset(config, "train"), make_dataset(config, "valid")
     hosts = [slice(0, 3), slice(3, 4), slice(4, 8)]
     for step in (0, 5, 1000, 10**9):
@@ -94,7 +98,7 @@ def test_hosts_slices_make_the_batch(tmp_path, corpus, isolate):
 def test_validation_counts_every_token_once(tmp_path, corpus, batch_size):
     """Documents of training and validation together are the corpus; the last row and batch are padded.
 
-    Mutation seen to fail: `pad = False`.
+    Mutations seen to fail: `pad = False`; `<` -> `<=` where segment_ids are made.
     """
     fraction = dict(data__validation_fraction=0.3)
     config = make_config(tmp_path, data__source="megatron", data__path=corpus, **fraction)
@@ -115,7 +119,7 @@ def test_validation_counts_every_token_once(tmp_path, corpus, batch_size):
 
 
 def test_isolated_targets_stay_in_their_document(tmp_path, corpus):
-    """All targets but each document's first token. Mutation seen to fail: `segments` of the wrong rows."""
+    """All targets but each document's first token. Mutation seen to fail: `segments(np.sort(rows))`."""
     config = make_config(
         tmp_path,
         data__source="megatron",
@@ -135,21 +139,22 @@ def test_isolated_targets_stay_in_their_document(tmp_path, corpus):
 # ---- Pythia's order
 
 
-def preshuffled(folder, num_rows=40, row_len=17):
-    """Rows in three shards, the first cut in the middle of a row, the second in the middle of a token."""
-    rows = RNG.integers(0, 50_000, (num_rows, row_len))
-    folder.mkdir()
-    shard(folder, rows, (row_len * 2 * 13 + 10, row_len * 2 * 25 + 7))
+@pytest.fixture
+def preshuffled(tmp_path, shard):
+    """40 rows of 17 in three shards, the first cut in the middle of a row, the second in the middle of a token."""
+    rows = RNG.integers(0, 50_000, (40, 17))
+    (tmp_path / "pythia").mkdir()
+    shard(tmp_path / "pythia", rows, (34 * 13 + 10, 34 * 25 + 7))
     return rows
 
 
 @pytest.mark.parametrize("first_step", [0, 1, 3])
-def test_pythia_order(tmp_path, first_step):
+def test_pythia_order(tmp_path, first_step, preshuffled):
     """Step i is rows 8 i ... 8 i + 7 as published, across shard boundaries, wherever a run starts.
 
-    Mutations seen to fail: order "shuffled"; stride row_len - 1; two shards swapped.
+    Mutations seen to fail: shuffled all the same; a stride of row_len - 1; the first two shards swapped.
     """
-    rows = preshuffled(tmp_path / "pythia")
+    rows = preshuffled
     keys = dict(data__row_len=17, data__order="sequential", data__validation_fraction=0.0)
     config = make_config(tmp_path, data__source="megatron", data__path=tmp_path / "pythia", **keys)
     dataset = make_dataset(config, "train")
@@ -160,8 +165,8 @@ def test_pythia_order(tmp_path, first_step):
     assert np.array_equal(dataset.batch(5)["tokens"], rows[:8])  # the second epoch
 
 
-def test_pythia_order_from_a_bucket(tmp_path, server):
-    rows = preshuffled(tmp_path / "pythia")
+def test_pythia_order_from_a_bucket(tmp_path, server, preshuffled):
+    rows = preshuffled
     for path in (tmp_path / "pythia").iterdir():
         server.files[f"pythia/{path.name}"] = path.read_bytes()
     keys = dict(data__row_len=17, data__order="sequential", data__validation_fraction=0.0)
@@ -172,8 +177,8 @@ def test_pythia_order_from_a_bucket(tmp_path, server):
         assert np.array_equal(dataset.batch(step)["tokens"], rows[8 * step : 8 * step + 8])
 
 
-def test_pythia_validation_is_the_tail(tmp_path):
-    rows = preshuffled(tmp_path / "pythia")
+def test_pythia_validation_is_the_tail(tmp_path, preshuffled):
+    rows = preshuffled
     keys = dict(data__row_len=17, data__order="sequential", data__validation_fraction=0.1)
     config = make_config(tmp_path, data__source="megatron", data__path=tmp_path / "pythia", **keys)
     assert np.array_equal(make_dataset(config, "valid").eval_batch(0, 4)["tokens"], rows[36:])
@@ -200,12 +205,22 @@ def test_token_files(tmp_path):
     assert np.array_equal(make_dataset(config, "valid").eval_batch(0, 1)["tokens"], [a[32:49]])
 
 
+def test_home_directory(tmp_path, corpus, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = dict(data__source="megatron", data__validation_fraction=0.0)
+    twice = make_dataset(make_config(tmp_path, data__path="~/docs, ~/docs.bin", **keys), "train")
+    once = make_dataset(make_config(tmp_path, data__path=corpus, **keys), "train")
+    assert twice.num_rows in (2 * once.num_rows, 2 * once.num_rows + 1)
+
+
 def test_synthetic(tmp_path):
     """Uniform, the same for the same (seed, step), different otherwise; needs no files.
 
     Mutation seen to fail: the key left out of SyntheticWindows.read.
     """
-    config = make_config(tmp_path, data__source="synthetic", model__vocab_size=50, batch_size=64)
+    config = make_config(
+        tmp_path, data__source="synthetic", model__vocab_size=50, batch_size=64, data__order="sequential"
+    )
     dataset = make_dataset(config, "train")
     batches = [dataset.batch(step)["tokens"] for step in range(20)]
     counts = np.bincount(np.concatenate(batches).ravel(), minlength=50)
@@ -220,10 +235,10 @@ def test_synthetic(tmp_path):
     assert len(rows) == 64 * 20
 
 
-def test_mixture(tmp_path):
+def test_mixture(tmp_path, pack):
     """Each source in its share, walking its own epochs; all of every source's validation data.
 
-    Mutations seen to fail: `local` not divided into epochs; `k` left out of the key (two equal sources would repeat).
+    Mutation seen to fail: `k` left out of the key (two sources over one file would walk it in step).
     """
     pack(tmp_path / "a", np.split(np.arange(1, 4001), 40))
     pack(tmp_path / "b", np.split(np.arange(10_001, 10_601), 12))
@@ -246,6 +261,11 @@ def test_mixture(tmp_path):
     valid = make_dataset(config, "valid")
     counted = np.concatenate([targets(valid.eval_batch(i, 4)) for i in range(valid.num_batches(4))])
     assert len(counted) == len(set(counted)) == valid.num_tokens == 99 + 49
+    twins = config_lib.from_json(config_lib.to_json(config))
+    for name in "ab":
+        twins.data.mixture[name].update(path=str(tmp_path / "a"), weight=1.0)
+    batch = make_dataset(twins, "train").batch(0)["tokens"]
+    assert (batch[::2] == batch[1::2]).mean() < 0.5
     again = config_lib.from_json(config_lib.to_json(config))
     assert np.array_equal(make_dataset(again, "train").batch(7)["tokens"], batches[7])
     config.data.validation_path = "x"
@@ -321,8 +341,7 @@ def test_refused(tmp_path, corpus, keys, message):
     assert "\n" not in str(error.value)
 
 
-def test_isolation_of_preshuffled_rows_is_refused(tmp_path):
-    preshuffled(tmp_path / "pythia")
+def test_isolation_of_preshuffled_rows_is_refused(tmp_path, preshuffled):
     keys = dict(data__source="megatron", data__path=tmp_path / "pythia", data__row_len=17)
     with pytest.raises(ValueError, match=r"in data preshuffled rows do not say where documents begin"):
         make_dataset(make_config(tmp_path, data__isolate_documents=True, **keys), "train")
@@ -335,14 +354,14 @@ def test_no_validation_data(tmp_path, corpus):
         make_dataset(config, "valid")
 
 
-def test_empty_corpus(tmp_path):
+def test_empty_corpus(tmp_path, pack):
     pack(tmp_path / "x", [[], []])
     config = make_config(tmp_path, data__source="megatron", data__path=tmp_path / "x")
     with pytest.raises(ValueError, match=r"data\.path=.*x: no tokens in it"):
         make_dataset(config, "train")
 
 
-def test_one_row_serves_for_ever(tmp_path):
+def test_one_row_serves_for_ever(tmp_path, pack):
     """n = 1: every row of every batch is that row."""
     pack(tmp_path / "x", [list(range(20)), [1, 2]])
     config = make_config(tmp_path, data__source="megatron", data__path=tmp_path / "x", data__validation_fraction=0.0)

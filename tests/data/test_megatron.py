@@ -1,27 +1,10 @@
 import glob
 import os
-import struct
 
 import numpy as np
 import pytest
 
 from jaxpretrain.data import megatron
-
-
-def pack(prefix, sequences, documents=None, dtype="<u2", code=8, modes=b""):
-    """Writes a set by the format's table, without the code under test."""
-    data = [np.asarray(s, dtype).tobytes() for s in sequences]
-    documents = list(range(len(sequences) + 1)) if documents is None else documents
-    offsets = [sum(map(len, data[:i])) for i in range(len(data))]
-    index = b"MMIDIDX\0\0" + struct.pack("<Q", 1) + struct.pack("<B", code)
-    index += struct.pack("<QQ", len(sequences), len(documents))
-    index += struct.pack(f"<{len(sequences)}i", *map(len, sequences))
-    index += struct.pack(f"<{len(sequences)}q", *offsets)
-    index += struct.pack(f"<{len(documents)}q", *documents) + modes
-    with open(f"{prefix}.bin", "wb") as file:
-        file.write(b"".join(data))
-    with open(f"{prefix}.idx", "wb") as file:
-        file.write(index)
 
 
 def documents_of(pieces):
@@ -36,7 +19,7 @@ DOCS = [[1, 2, 3], [65_000], [], [7, 8, 9, 10, 11]]
 
 
 @pytest.mark.parametrize("dtype, code", [("<u1", 1), ("<i1", 2), ("<i2", 3), ("<i4", 4), ("<i8", 5), ("<u2", 8)])
-def test_reads_every_type(tmp_path, dtype, code):
+def test_reads_every_type(tmp_path, dtype, code, pack):
     """Mutation seen to fail: offset of the document index 12 * S -> 12 * S + 8."""
     docs = [[token % 100 for token in doc] for doc in DOCS]
     pack(tmp_path / "x", docs, dtype=dtype, code=code)
@@ -45,13 +28,13 @@ def test_reads_every_type(tmp_path, dtype, code):
     assert documents_of(pieces) == docs
 
 
-def test_documents_of_several_sequences_and_modes(tmp_path):
+def test_documents_of_several_sequences_and_modes(tmp_path, pack):
     """Mutation seen to fail: `ends[documents]` -> `ends`."""
     pack(tmp_path / "x", DOCS, documents=[0, 2, 2, 4], modes=bytes(4))
     assert documents_of(megatron.open_documents(str(tmp_path / "x"))) == [[1, 2, 3, 65_000], [], [7, 8, 9, 10, 11]]
 
 
-def test_several_sets(tmp_path, server):
+def test_several_sets(tmp_path, server, pack):
     """By prefix, file name, folder, glob, comma, and from a store; document addresses go on across files."""
     pack(tmp_path / "a", DOCS[:2])
     pack(tmp_path / "b", DOCS[2:])
@@ -69,7 +52,7 @@ def test_several_sets(tmp_path, server):
 
 
 @pytest.mark.parametrize("vocab_size, dtype, code", [(65_499, "<u2", 8), (65_500, "<i4", 4), (256, "<u2", 8)])
-def test_writer_writes_the_published_format(tmp_path, vocab_size, dtype, code):
+def test_writer_writes_the_published_format(tmp_path, vocab_size, dtype, code, pack):
     """Byte for byte what the table says (`pack`). Mutation seen to fail: header `S + 1` -> `S`."""
     docs = [[token % vocab_size for token in doc] for doc in DOCS]
     with megatron.Writer(f"{tmp_path}/new/w", vocab_size) as writer:
@@ -92,7 +75,7 @@ def test_writer_refuses_and_cleans_up(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_nothing_is_half_written(tmp_path):
+def test_nothing_is_half_written(tmp_path, pack):
     """Until close() an older set stays as it was. Mutation seen to fail: writing to `prefix.bin` itself."""
     pack(tmp_path / "w", DOCS)
     writer = megatron.Writer(f"{tmp_path}/w", 256)
@@ -124,14 +107,14 @@ def _damage(path, edit):
         ("x.idx", lambda d: d.__setitem__(-8, 9), r"x\.idx: its document index does not run from 0 to the 4 sequences"),
     ],
 )
-def test_damage_is_named(tmp_path, file, edit, message):
+def test_damage_is_named(tmp_path, file, edit, message, pack):
     pack(tmp_path / "x", DOCS)
     _damage(tmp_path / file, edit)
     with pytest.raises(ValueError, match=message):
         megatron.open_documents(str(tmp_path / "x"))
 
 
-def test_missing_is_named(tmp_path):
+def test_missing_is_named(tmp_path, pack):
     with pytest.raises(ValueError, match=r"no .*/x\.bin and .*/x\.idx"):
         megatron.open_documents(str(tmp_path / "x"))
     pack(tmp_path / "x", DOCS)
@@ -144,22 +127,11 @@ def test_missing_is_named(tmp_path):
         megatron.open_documents(str(tmp_path / "x"))
 
 
-def shard(folder, rows, cuts, name="document"):
-    """A preshuffled set in shards that end at the bytes `cuts`, as Pythia's are named."""
-    pack(folder / name, rows)
-    data = (folder / f"{name}.bin").read_bytes()
-    os.remove(folder / f"{name}.bin")
-    edges = [0, *cuts, len(data)]
-    for i in range(len(edges) - 1):
-        path = folder / f"{name}-{i:05}-of-{len(edges) - 2:05}.bin"
-        path.write_bytes(data[edges[i] : edges[i + 1]])
-
-
 ROWS = np.random.default_rng(1).integers(0, 50_000, (10, 5))
 
 
 @pytest.mark.parametrize("cuts", [(), (30, 60), (33, 68), (1, 2, 3, 4, 99), (33,)])
-def test_preshuffled_shards(tmp_path, cuts):
+def test_preshuffled_shards(tmp_path, cuts, shard):
     """Cuts at rows, in the middle of rows and in the middle of tokens. Mutation seen to fail: shards in reverse."""
     shard(tmp_path, ROWS, cuts)
     for path in (tmp_path, tmp_path / "document", tmp_path / "document.idx"):
@@ -167,7 +139,7 @@ def test_preshuffled_shards(tmp_path, cuts):
         assert documents_of(pieces) == [ROWS.ravel().tolist()]
 
 
-def test_preshuffled_damage_is_named(tmp_path):
+def test_preshuffled_damage_is_named(tmp_path, shard):
     shard(tmp_path, ROWS, (33, 68))
     with pytest.raises(ValueError, match=r"document\.idx: row 0 has 5 tokens, not data\.row_len=6"):
         megatron.open_rows(str(tmp_path), 6)

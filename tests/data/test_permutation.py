@@ -6,7 +6,7 @@ from jaxpretrain.data.permutation import fold, permute
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 64, 1000, 1024, 1025, 10007])
 def test_is_a_permutation(n):
-    """Mutation seen to fail: no cycle walking (`todo = todo[:0]`)."""
+    """Mutation seen to fail: no cycle walking (`if not todo.size:` -> `if True:`)."""
     for seed in (0, 1, -3):
         out = permute(np.arange(n), n, fold(seed, 0))
         assert out.dtype == np.int64
@@ -21,7 +21,7 @@ def test_epochs_and_seeds_differ_and_keys_broadcast():
         for b in range(a):
             assert (orders[a] == orders[b]).mean() < 0.02
     epochs = np.arange(n) % 2
-    mixed = permute(np.arange(n), n, fold(0, epochs))
+    mixed = permute(np.arange(n), n, np.array([fold(0, 0), fold(0, 1)], np.uint64)[epochs])
     assert np.array_equal(mixed, np.where(epochs, orders[1], orders[0]))
 
 
@@ -38,12 +38,13 @@ def test_beyond_32_bits():
 def test_uniform(n):
     """Every index goes everywhere equally often over the epochs: chi-square within 6 sigma.
 
-    Mutation seen to fail: `_ROUNDS = 8`.
+    Mutation seen to fail: `_ROUNDS = 4`.
     """
     epochs = 6000
     counts = np.zeros((n, n))
+    keys = np.array([fold(0, epoch) for epoch in range(epochs)], np.uint64)
     for index in range(n):
-        out = permute(np.full(epochs, index), n, fold(0, np.arange(epochs)))
+        out = permute(np.full(epochs, index), n, keys)
         counts[index] = np.bincount(out, minlength=n)
     expected = epochs / n
     chi2 = ((counts - expected) ** 2 / expected).sum()
@@ -63,4 +64,4 @@ def test_golden_values():
     assert permute(np.arange(8), 1000, fold(0, 0, 0)).tolist() == GOLDEN
 
 
-GOLDEN = [781, 6, 737, 482, 64, 418, 37, 579]
+GOLDEN = [64, 893, 334, 599, 643, 237, 1, 324]

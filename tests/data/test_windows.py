@@ -59,7 +59,7 @@ def test_rows_across_documents(tmp_path, seed, seq_len, num_files):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seq_len", [1, 3, 8])
 def test_rows_within_pieces(tmp_path, overlap, seq_len):
-    """Mutations seen to fail: `_full_rows` without `+ 1`; the search in _find "right" -> "left"."""
+    """Mutations seen to fail: `_full_rows` without its `+ 1`; the search in _find "right" -> "left"."""
     docs = documents(3)
     pieces = write(tmp_path, docs, num_files=3)
     stride = seq_len if overlap else seq_len + 1
@@ -103,7 +103,7 @@ def test_split_by_document_needs_two(tmp_path):
 def test_split_of_the_tail(tmp_path, fraction, overlap):
     """Training rows, then validation rows, are the rows of the whole; no target is in both.
 
-    Mutation seen to fail: `(kept - 1) * stride` -> `kept * stride`; `skipped` not added to the start.
+    Mutations seen to fail: `(kept - 1) * stride` -> `kept * stride`; `skipped` not added to the start.
     """
     docs, seq_len = documents(7), 5
     pieces = write(tmp_path, docs, num_files=2)

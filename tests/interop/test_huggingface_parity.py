@@ -1,6 +1,7 @@
 """The same model as Hugging Face's: logits, gradients, round trips and a training run against `transformers` itself."""
 
 import copy
+import functools
 import math
 import os
 import pathlib
@@ -14,7 +15,7 @@ from flax import nnx, traverse_util
 from jaxpretrain import config as config_lib
 from jaxpretrain.interop import huggingface
 from jaxpretrain.models import transformer
-from jaxpretrain.ops import attention_xla
+from jaxpretrain.ops import attention
 from jaxpretrain.parallel.mesh import make_mesh
 from jaxpretrain.step import make_train_step
 
@@ -37,6 +38,7 @@ CASES = {
         **SIZES,
         max_position_embeddings=128,
         use_parallel_residual=False,
+        rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5),
         hidden_act="gelu_new",
         layer_norm_eps=1e-3,
     ),
@@ -112,11 +114,12 @@ class Ours:
         self.config = huggingface.model_config(folder)
         config_lib.check(self.config)
         self.params = huggingface.load_params(folder, self.config)
+        attend = functools.partial(attention.attend, implementation="xla")
         graphdef, _ = nnx.split(transformer.build(self.config))
 
         def logits(params, tokens_BxT, segment_ids_BxT=None):
             model = nnx.merge(graphdef, params)
-            return model(tokens_BxT, segment_ids_BxT, attend=attention_xla.attend)
+            return model(tokens_BxT, segment_ids_BxT, attend=attend)
 
         def loss_and_logits(params, tokens_BxT1):
             logits_BxTxV = logits(params, tokens_BxT1[:, :-1])
@@ -139,6 +142,10 @@ def case(request, tmp_path_factory):
 
 
 def test_logits_and_gradients(case, tmp_path):
+    """Mutations seen to fail: query, key and value in another order; gate and up exchanged; exact for tanh GELU;
+    a default for `rotary_pct`, `use_parallel_residual` or `rms_norm_eps`; no or no interpolated Llama 3 scaling;
+    the sign of a sine.
+    """
     name, model, ours = case
     tokens_BxT1 = tokens((2, 101))
     model = copy.deepcopy(model)
@@ -164,6 +171,7 @@ def test_logits_and_gradients(case, tmp_path):
 
 @pytest.mark.parametrize("case", ["gpt_neox", "gpt2", "llama_gqa"], indirect=True)
 def test_documents_of_a_row_are_separate_sequences(case):
+    """Mutations seen to fail: positions that do not restart; attention without the segment mask."""
     _, model, ours = case
     tokens_BxT = tokens((1, 60))
     segment_ids_BxT = np.repeat([[1, 2]], [23, 37], axis=1).astype(np.int32)
@@ -173,7 +181,10 @@ def test_documents_of_a_row_are_separate_sequences(case):
 
 
 def test_exported_folder_is_the_same_model(case, tmp_path):
-    """Loaded by `transformers` it has bitwise the same logits; loaded here, the same parameters."""
+    """Loaded by `transformers` it has bitwise the same logits; loaded here, the same parameters.
+
+    Mutations seen to fail: no `layer_norm_eps` or no scaling in the written config.json.
+    """
     _, model, ours = case
     huggingface.export(ours.params, ours.config, tmp_path / "export", shard_bytes=30_000)
     assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 2
@@ -189,9 +200,20 @@ def test_exported_folder_is_the_same_model(case, tmp_path):
     assert huggingface.model_config(tmp_path / "export").model == ours.config.model
 
 
-@pytest.mark.parametrize("case", ["gpt_neox", "gpt2", "llama3_scaling"], indirect=True)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gpt_neox",
+        pytest.param("gpt2", marks=pytest.mark.slow),
+        pytest.param("llama3_scaling", marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
 def test_training_follows_pytorch(case):
-    """100 steps of AdamW with clipping, decay of matrices only, warm-up and cosine, on the same batches."""
+    """100 steps of AdamW with clipping, decay of matrices only, warm-up and cosine, on the same batches.
+
+    Mutations seen to fail: decay of all parameters; no clipping; a cosine that forgets the warm-up's steps.
+    """
     _, model, ours = case
     config = ours.config.copy_and_resolve_references()
     config.update(dict(steps=100, batch_size=4, seq_len=32))

@@ -1,0 +1,29 @@
+"""Eight fake CPU devices for every test; nothing of the user's caches is read or written."""
+
+import os
+import tempfile
+
+import pytest
+
+# Before JAX is imported by any test module.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+_cache = tempfile.TemporaryDirectory(prefix="jaxpretrain-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
+
+
+@pytest.fixture
+def topology():
+    """`aot.topology`; without the compiler a test skips, or fails where JAXPRETRAIN_REQUIRE_AOT=1."""
+    from jaxpretrain.plan import aot
+
+    def topology(target: str, count: int = 1):
+        try:
+            return aot.topology(target, count)
+        except ValueError as error:
+            if os.environ.get("JAXPRETRAIN_REQUIRE_AOT") == "1":
+                raise
+            pytest.skip(str(error))
+
+    return topology

@@ -1,0 +1,217 @@
+"""Measures the trainer beside PyTorch on a CPU, all in one run: python tools/benchmark_cpu.py train|loader|startup
+
+Each measurement is a process of its own; the candidates take turns, so that a machine whose speed drifts
+treats them alike, and ratios are taken round by round. docs/benchmarks/cpu.md has what it printed.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parent.parent
+# glibc: huge pages, and freed buffers kept. A step allocates hundreds of MB, and page faults would dominate.
+ALLOCATOR = ":".join(
+    f"glibc.malloc.{setting}"
+    for setting in ("hugetlb=1", "mmap_max=0", "trim_threshold=200000000000", "arena_max=1", "top_pad=268435456")
+)
+BATCH_SIZE, SEQ_LEN = 4, 256
+NUM_THREADS = 2
+
+
+def jax_config(model: str):
+    from jaxpretrain import config as config_lib
+
+    overrides = dict(batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
+    overrides |= {"data.source": "synthetic", "precision.compute": "float32", "steps": 100, "parallel.scan_layers": False}
+    return config_lib.load(f"{ROOT}/configs/{model}.py", [(key, str(value)) for key, value in overrides.items()])
+
+
+def measure_jax(model: str, num_steps: int) -> list[float]:
+    """Seconds of each step, synchronised on the whole new state."""
+    import jax
+
+    from jaxpretrain.data.dataset import make_dataset
+    from jaxpretrain.parallel.mesh import make_mesh
+    from jaxpretrain.step import make_train_step
+
+    config = jax_config(model)
+    train_step = make_train_step(config, make_mesh("ddp", jax.devices()[:1]))
+    dataset, state, times = make_dataset(config, "train"), train_step.init(), []
+    for step in range(num_steps):
+        batch = jax.device_put(dataset.batch(step))
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(train_step.step(state, batch))
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def measure_torch(model: str, num_steps: int, compiled: bool) -> list[float]:
+    """The same model of transformers, with the fused AdamW and the same clipping, on the same tokens."""
+    import torch
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    from jaxpretrain.data.dataset import make_dataset
+    from jaxpretrain.interop import huggingface_config
+    from jaxpretrain.models import transformer
+
+    torch.set_num_threads(NUM_THREADS)
+    config = jax_config(model)
+    hf = huggingface_config.to_json(transformer.build(config).config, config.seq_len, "float32", None)
+    network = GPTNeoXForCausalLM(GPTNeoXConfig(**{k: v for k, v in hf.items() if k != "architectures"}))
+    o = config.optimizer
+    optimizer = torch.optim.AdamW(
+        network.parameters(), o.learning_rate, (o.b1, o.b2), o.eps, o.weight_decay, fused=True
+    )
+    forward = torch.compile(network) if compiled else network
+    dataset, times = make_dataset(config, "train"), []
+    for step in range(num_steps):
+        tokens = torch.from_numpy(dataset.batch(step)["tokens"]).long()
+        start = time.perf_counter()
+        logits = forward(tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), o.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def measure_loader(kind: str, file: str, num_batches: int) -> list[float]:
+    """Tokens/s over `num_batches` batches of 64 rows of 2,049 tokens, the first ten dropped."""
+    import numpy as np
+
+    rows, length = 64, 2049
+    if kind == "jaxpretrain":
+        from jaxpretrain import config as config_lib
+        from jaxpretrain.data.dataset import make_dataset
+        from jaxpretrain.data.loader import Loader
+
+        config = config_lib.default()
+        config.batch_size, config.seq_len, config.model.vocab_size = rows, length - 1, 65536
+        config.data.source, config.data.path = "tokens", file
+        batches = Loader(make_dataset(config, "train"), lambda batch: batch, 0, num_batches)
+    else:
+        import torch
+
+        class Rows(torch.utils.data.Dataset):
+            def __init__(self):
+                self.tokens = np.memmap(file, np.uint16, "r")
+
+            def __len__(self):
+                return (len(self.tokens) - 1) // (length - 1)
+
+            def __getitem__(self, i):
+                start = i * (length - 1)
+                return torch.from_numpy(self.tokens[start : start + length].astype(np.int32))
+
+        num_workers = int(kind.removeprefix("torch_workers"))
+        sampler = torch.utils.data.RandomSampler(Rows(), num_samples=rows * num_batches)
+        batches = iter(torch.utils.data.DataLoader(Rows(), rows, sampler=sampler, num_workers=num_workers))
+    for _ in range(10):
+        next(batches)
+    start = time.perf_counter()
+    for _ in range(num_batches - 10):
+        next(batches)
+    return [rows * length * (num_batches - 10) / (time.perf_counter() - start)]
+
+
+def child(*arguments: str, allocator: bool = True) -> list[float]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(NUM_THREADS)}
+    if allocator:
+        environment["GLIBC_TUNABLES"] = ALLOCATOR
+    command = [sys.executable, __file__, "child", *arguments]
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def run_child(what: str, *arguments: str) -> list[float]:
+    if what == "jax":
+        return measure_jax(arguments[0], int(arguments[1]))
+    if what in ("torch", "torch_compiled"):
+        return measure_torch(arguments[0], int(arguments[1]), what == "torch_compiled")
+    return measure_loader(what, arguments[0], int(arguments[1]))
+
+
+def compare(title: str, candidates: list[str], base: str, rounds: int, measure) -> None:
+    """Prints each candidate's figure per round, and its ratio to `base` round by round (higher is better)."""
+    figures = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name in candidates:
+            figures[name].append(measure(name))
+    print(f"\n### {title}\n\n| | median | ratio to {base}: median [min, max] | rounds |\n|---|---|---|---|")
+    for name, values in figures.items():
+        ratios = [value / reference for value, reference in zip(values, figures[base], strict=True)]
+        each = " ".join(f"{value:,.4g}" if value < 100 else f"{value:,.0f}" for value in values)
+        print(
+            f"| {name} | {statistics.median(values):,.4g} | {statistics.median(ratios):.2f} "
+            f"[{min(ratios):.2f}, {max(ratios):.2f}] | {each} |",
+            flush=True,
+        )
+
+
+def train(rounds: int, num_steps: int, models: list[str]) -> None:
+    for model in models:
+        for allocator in (False, True):
+
+            def measure(name: str, model=model, allocator=allocator) -> float:
+                times = child(name, model, str(num_steps), allocator=allocator)
+                return BATCH_SIZE * SEQ_LEN / statistics.median(times[3:])
+
+            title = f"{model}, tokens/s, {'with' if allocator else 'without'} the allocator settings"
+            compare(title, ["jax", "torch", "torch_compiled"], "torch", rounds, measure)
+
+
+def loader(rounds: int) -> None:
+    import numpy as np
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/tokens.bin"
+        np.random.default_rng(0).integers(0, 50304, 300_000_000, np.uint16).tofile(file)
+        candidates = ["jaxpretrain", "torch_workers0", "torch_workers2"]
+        compare(
+            "Input, tokens/s, batches of 64 x 2049 from a 600 MB file in the page cache",
+            candidates,
+            "torch_workers0",
+            rounds,
+            lambda name: child(name, file, "200" if name == "jaxpretrain" else "60", allocator=False)[0],
+        )
+
+
+def startup(rounds: int, model: str) -> None:
+    def measure(name: str) -> float:
+        start = time.perf_counter()
+        child("torch" if name == "torch" else "jax", model, "1", allocator=False)
+        return time.perf_counter() - start
+
+    compare(f"{model}, seconds from start to the end of the first step", ["jax", "torch"], "torch", rounds, measure)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["child"]:
+        print(json.dumps(run_child(*sys.argv[2:])))
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("train", "loader", "startup"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=13)
+    parser.add_argument("--models", default="pythia14m,pythia70m")
+    arguments = parser.parse_args()
+    models = arguments.models.split(",")
+    if arguments.what == "train":
+        train(arguments.rounds, arguments.steps, models)
+    elif arguments.what == "loader":
+        loader(arguments.rounds)
+    else:
+        startup(arguments.rounds, models[0])
+
+
+if __name__ == "__main__":
+    main()
