@@ -7,8 +7,7 @@ whose file names none either, must have too;
 all were trained in fp16 but the 1B, in bf16 after a loss spike (README), though its deduped twin in fp16
 (issue 171). On TPUs, which have no fp16, and wherever bf16 is fast: --config.precision.compute=bfloat16.
 
-Two things differ from what GPT-NeoX computed. Its cosine runs to zero and is held at a tenth of the peak
-from 80% of the steps on, ours ends at a tenth. Its fused GELU was the tanh approximation; the released
+One thing differs from what GPT-NeoX computed: its fused GELU was the tanh approximation; the released
 models, and this recipe, say exact GELU (--config.model.activation=gelu_tanh).
 
 Data: the Pile in the published order, 143,000 steps of 1,024 rows of 2,049 tokens, 600 GB:
@@ -75,7 +74,9 @@ def recipe(size: str, arg: str) -> ConfigDict:
     config.optimizer.clip = 1.0
     config.schedule.name = "cosine"
     config.schedule.warmup_steps = 1430
-    config.schedule.final_fraction = 0.1
+    config.schedule.decay_steps = 1430 + 143_000  # GPT-NeoX's cosine: as many steps as the run, after the warm-up,
+    config.schedule.final_fraction = 0.0  # towards zero,
+    config.schedule.floor_fraction = 0.1  # held at its min_lr from 80% of the steps on
 
     if size == "1b" and not flags.deduped:
         config.precision.compute = "bfloat16"

@@ -1,4 +1,4 @@
-"""The configuration: every key, its default and its meaning; how recipes and the command line change it.
+"""The configuration: how recipes and the command line change the defaults of schema.py, and what is refused.
 
 A recipe is a Python file with `get_config()`, or `get_config(arg)` where it has flags of its own, that
 starts from `default()` and assigns keys. On the command line:
@@ -18,233 +18,22 @@ import pathlib
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ml_collections import ConfigDict, FieldReference
+from ml_collections import ConfigDict
 
+from jaxpretrain.schema import (
+    AT_LEAST,
+    CHOICES,
+    FREE_ON_RESUME,
+    MIXTURE_ENTRY,
+    READ_WHEN,
+    data_source_defaults,
+    default,
+)
 
-def default() -> ConfigDict:
-    """The schema: a config with every key at its default."""
-    config = ConfigDict()
-    config.seed = 0  # of the initial parameters and of the order of the data
-    config.steps = 1000  # optimizer steps
-    config.batch_size = 8  # sequences per optimizer step, over all devices and accumulation steps
-    # sequences per device and accumulation step; "auto" is resolved once
-    config.micro_batch_size = FieldReference("auto", field_type=object)  # object: a recipe may assign an int
-    config.seq_len = 256  # tokens the model sees; a row of data holds one more, the last target
-
-    config.model = model = ConfigDict()
-    model.vocab_size = 256  # rows of the embedding
-    model.num_layers = 4
-    model.embed_dim = 128
-    model.num_heads = 4
-    model.num_kv_heads = 0  # 0: as many as num_heads
-    model.head_dim = 0  # 0: embed_dim / num_heads
-    model.mlp_dim = 0  # 0: 4 * embed_dim
-    model.positions = "rotary"  # rotary | learned
-    model.max_positions = 0  # rows of the learned position table; 0: seq_len
-    model.rotary = rotary = ConfigDict()
-    rotary.fraction = 1.0  # of head_dim that is rotated (Pythia: 0.25)
-    rotary.theta = 10000.0
-    rotary.scaling = "none"  # none | linear | llama3
-    rotary.factor = 8.0  # linear, llama3: how much longer the context is than the original
-    rotary.low_freq_factor = 1.0  # llama3
-    rotary.high_freq_factor = 4.0  # llama3
-    rotary.original_max_positions = 8192  # llama3
-    model.norm = "layernorm"  # layernorm | rmsnorm
-    model.norm_eps = 1e-5
-    model.norm_bias = True  # layernorm only
-    model.qk_norm = False  # normalise queries and keys over all heads together, before rotary (OLMo)
-    model.activation = "gelu"  # gelu (exact) | gelu_tanh | silu
-    model.gated_mlp = False  # True with silu: SwiGLU
-    model.attention_bias = True
-    model.mlp_bias = True
-    model.parallel_residual = False  # attention and MLP both read the block's input (GPT-NeoX)
-    model.tied_embeddings = False
-    model.init = "gpt2"  # gpt_neox | gpt2 | llama | mitchell
-
-    config.data = data = ConfigDict()
-    data.update(data_source_defaults())
-    data.mixture = ConfigDict()  # name -> {weight, source, path, ...}; with data.source = "mixture"
-    data.tokenizer = "bytes"  # bytes, or the path of a Hugging Face tokenizer.json
-    data.order = "shuffled"  # shuffled: a new permutation every epoch | sequential: as stored, from step 0
-    data.isolate_documents = False  # attention and loss do not cross document boundaries
-    data.validation_fraction = 0.01  # of the documents, where validation_path is empty
-    data.validation_path = ""  # a source of the same kind that holds the validation data
-    data.cache_dir = ""  # tokenised text; "": jaxpretrain/ in the user's cache directory
-
-    config.optimizer = optimizer = ConfigDict()
-    optimizer.name = "adamw"  # adamw
-    optimizer.learning_rate = 1e-3  # the peak
-    optimizer.b1 = 0.9
-    optimizer.b2 = 0.95
-    optimizer.eps = 1e-8
-    optimizer.weight_decay = 0.1  # decoupled, times the learning rate
-    optimizer.no_decay = ("norm_scale", "bias")  # roles of parameters (models/parameter.py) without weight decay
-    optimizer.clip = 1.0  # global gradient norm; 0: none
-
-    config.schedule = schedule = ConfigDict()
-    schedule.name = "cosine"  # constant | cosine | linear
-    schedule.warmup_steps = 0
-    schedule.warmup_from = 0.0  # fraction of the peak at which the warm-up starts
-    schedule.final_fraction = 0.1  # of the peak, at the end of the decay
-    schedule.floor_fraction = 0.0  # of the peak, below which the decay does not go
-    schedule.decay_steps = 0  # where the decay ends, counted from step 0; 0: steps
-
-    config.parallel = parallel = ConfigDict()
-    parallel.strategy = "ddp"  # ddp | fsdp
-    parallel.remat = "none"  # none | full
-    parallel.scan_layers = True  # False: unrolled; compiles longer, often faster on GPUs
-
-    config.precision = precision = ConfigDict()
-    precision.compute = "bfloat16"  # bfloat16 | float32 | float16 (dynamic loss scale)
-    precision.matmul = "default"  # default | highest: of float32 matrix multiplications
-    precision.initial_loss_scale = 65536.0  # float16 only
-    precision.loss_scale_interval = 1000  # float16 only: finite steps before the scale doubles
-
-    config.kernels = kernels = ConfigDict()
-    kernels.attention = "auto"  # auto | xla | blockwise | cudnn | pallas | splash
-    kernels.cross_entropy = "auto"  # auto | plain | chunked
-
-    config.checkpoint = checkpoint = ConfigDict()
-    checkpoint.every = 1000  # steps; 0: off. The last step is always saved
-    checkpoint.every_minutes = 0.0  # 0: off
-    checkpoint.at_steps = ()  # also at these steps, kept for ever
-    checkpoint.keep_last = 2
-    checkpoint.keep_every = 0  # keep those at multiples of this for ever; 0: none
-    checkpoint.resume_from = ""  # another run's workdir: its whole state, if this workdir has no checkpoint
-    checkpoint.init_from = ""  # a workdir or a Hugging Face folder: its weights only, from step 0
-
-    config.eval = evaluation = ConfigDict()
-    evaluation.every = 1000  # steps; 0: at the end only; -1: never
-    evaluation.max_tokens = 0  # of the validation split; 0: all of it
-    evaluation.ngrams = False  # also print the split's unigram and bigram entropies (vocabularies up to 4096)
-
-    config.log = log = ConfigDict()
-    log.every = 10  # steps
-    log.tensorboard = False
-    log.wandb = False
-    log.wandb_project = "jaxpretrain"
-
-    config.run = run = ConfigDict()
-    run.name = ""  # shown by the loggers; "": the name of the workdir
-    run.max_bad_steps = 10  # steps in a row with non-finite gradients before the run stops; 0: never
-    run.compilation_cache = "auto"  # a directory; auto: in the user's cache directory; "": none
-    return config
-
-
-def data_source_defaults() -> dict[str, Any]:
-    """The keys that describe one source of data, for `data` itself and for each entry of `data.mixture`."""
-    return dict(
-        source="stdlib",  # stdlib | text | megatron | tokens | olmo | huggingface | synthetic | mixture
-        path="",  # file, prefix, folder or glob; several with commas; local or gs://
-        dtype="uint16",  # of tokens and olmo files: uint16 | uint32
-        text_key="text",  # text, huggingface: the field that holds the text
-        tokens_key="",  # huggingface: the field that holds token ids; "": tokenise text_key
-        row_len=0,  # megatron preshuffled rows of this many tokens (Pythia: 2049); 0: a stream of documents
-    )
-
-
-_MIXTURE_ENTRY = {"weight": 1.0, **data_source_defaults()}
-
-# Keys that may differ from the saved config.json when a run is resumed (DESIGN section 9).
-FREE_ON_RESUME = ("parallel", "kernels", "micro_batch_size", "checkpoint", "eval", "log", "run")
-
-_CHOICES = {
-    "model.positions": ("rotary", "learned"),
-    "model.rotary.scaling": ("none", "linear", "llama3"),
-    "model.norm": ("layernorm", "rmsnorm"),
-    "model.activation": ("gelu", "gelu_tanh", "silu"),
-    "model.init": ("gpt_neox", "gpt2", "llama", "mitchell"),
-    "data.source": ("stdlib", "text", "megatron", "tokens", "olmo", "huggingface", "synthetic", "mixture"),
-    "data.dtype": ("uint16", "uint32"),
-    "data.order": ("shuffled", "sequential"),
-    "optimizer.name": ("adamw",),
-    "schedule.name": ("constant", "cosine", "linear"),
-    "parallel.strategy": ("ddp", "fsdp"),
-    "parallel.remat": ("none", "full"),
-    "precision.compute": ("bfloat16", "float32", "float16"),
-    "precision.matmul": ("default", "highest"),
-    "kernels.attention": ("auto", "xla", "blockwise", "cudnn", "pallas", "splash"),
-    "kernels.cross_entropy": ("auto", "plain", "chunked"),
-}
-
-_AT_LEAST = {
-    "steps": 1,
-    "batch_size": 1,
-    "seq_len": 1,
-    "model.vocab_size": 2,
-    "model.num_layers": 1,
-    "model.embed_dim": 1,
-    "model.num_heads": 1,
-    "model.num_kv_heads": 0,
-    "model.head_dim": 0,
-    "model.mlp_dim": 0,
-    "model.max_positions": 0,
-    "data.row_len": 0,
-    "optimizer.learning_rate": 0,
-    "optimizer.b1": 0,
-    "optimizer.b2": 0,
-    "optimizer.eps": 0,
-    "optimizer.weight_decay": 0,
-    "optimizer.clip": 0,
-    "schedule.warmup_steps": 0,
-    "schedule.warmup_from": 0,
-    "schedule.final_fraction": 0,
-    "schedule.decay_steps": 0,
-    "precision.initial_loss_scale": 1,
-    "precision.loss_scale_interval": 1,
-    "checkpoint.every": 0,
-    "checkpoint.every_minutes": 0,
-    "checkpoint.keep_last": 1,
-    "checkpoint.keep_every": 0,
-    "eval.every": -1,
-    "eval.max_tokens": 0,
-    "log.every": 1,
-    "run.max_bad_steps": 0,
-}
-
-_Applies = Callable[[ConfigDict], bool]
-
-
-def _sources(config: ConfigDict) -> set[str]:
-    if config.data.source == "mixture":
-        return {entry.get("source", "stdlib") for entry in config.data.mixture.values()}
-    return {config.data.source}
-
-
-_WHEN_ROTARY = (lambda c: c.model.positions == "rotary", "model.positions is 'rotary'")
-_WHEN_LLAMA3 = (lambda c: c.model.rotary.scaling == "llama3", "model.rotary.scaling is 'llama3'")
-_WHEN_DECAYING = (lambda c: c.schedule.name != "constant", "schedule.name is 'cosine' or 'linear'")
-_WHEN_FLOAT16 = (lambda c: c.precision.compute == "float16", "precision.compute is 'float16'")
-
-# key -> (when something reads it, the same in words). A changed key that nothing reads is refused.
-_READ_WHEN: dict[str, tuple[_Applies, str]] = {
-    "model.max_positions": (lambda c: c.model.positions == "learned", "model.positions is 'learned'"),
-    "model.rotary.fraction": _WHEN_ROTARY,
-    "model.rotary.theta": _WHEN_ROTARY,
-    "model.rotary.scaling": _WHEN_ROTARY,
-    "model.rotary.factor": (lambda c: c.model.rotary.scaling != "none", "model.rotary.scaling is 'linear' or 'llama3'"),
-    "model.rotary.low_freq_factor": _WHEN_LLAMA3,
-    "model.rotary.high_freq_factor": _WHEN_LLAMA3,
-    "model.rotary.original_max_positions": _WHEN_LLAMA3,
-    "data.path": (lambda c: c.data.source not in ("stdlib", "synthetic", "mixture"), "data.source reads files"),
-    "data.mixture": (lambda c: c.data.source == "mixture", "data.source is 'mixture'"),
-    "data.dtype": (lambda c: bool(_sources(c) & {"tokens", "olmo"}), "data.source is 'tokens' or 'olmo'"),
-    "data.text_key": (lambda c: bool(_sources(c) & {"text", "huggingface"}), "data.source is 'text' or 'huggingface'"),
-    "data.tokens_key": (lambda c: "huggingface" in _sources(c), "data.source is 'huggingface'"),
-    "data.row_len": (lambda c: "megatron" in _sources(c), "data.source is 'megatron'"),
-    "data.tokenizer": (lambda c: c.data.source != "synthetic", "data.source holds text"),
-    "data.validation_path": (lambda c: c.data.source not in ("stdlib", "synthetic"), "data.source reads files"),
-    "data.validation_fraction": (lambda c: not c.data.validation_path, "data.validation_path is empty"),
-    "schedule.final_fraction": _WHEN_DECAYING,
-    "schedule.decay_steps": _WHEN_DECAYING,
-    "schedule.warmup_from": (lambda c: c.schedule.warmup_steps > 0, "schedule.warmup_steps is above 0"),
-    "precision.initial_loss_scale": _WHEN_FLOAT16,
-    "precision.loss_scale_interval": _WHEN_FLOAT16,
-    "log.wandb_project": (lambda c: c.log.wandb, "log.wandb is True"),
-}
+__all__ = ["check", "check_resume", "data_sources", "default", "from_json", "load", "override", "parse_arg", "to_json"]
 
 
 def flatten(config: Mapping, prefix: str = "") -> dict[str, Any]:
@@ -263,14 +52,14 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     match = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if not match:  # the right last name in the wrong section
         match = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]][:1]
-    return f"did you mean {match[0]!r}?" if match else "see jaxpretrain/config.py for all keys"
+    return f"did you mean {match[0]!r}?" if match else "see jaxpretrain/schema.py for all keys"
 
 
 def _default_of(key: str) -> Any:
     """The default of `key`; raises KeyError where the schema has no such key."""
     parts = key.split(".")
     if parts[:2] == ["data", "mixture"] and len(parts) == 4:
-        return _MIXTURE_ENTRY[parts[3]]
+        return MIXTURE_ENTRY[parts[3]]
     return _SCHEMA[key]
 
 
@@ -287,7 +76,7 @@ def _unknown_key(key: str, extra: Iterable[str] = ()) -> ValueError:
     known = [*_SCHEMA, *extra]
     parts = key.split(".")
     if parts[:2] == ["data", "mixture"] and len(parts) == 4:
-        known = [".".join([*parts[:3], k]) for k in _MIXTURE_ENTRY]
+        known = [".".join([*parts[:3], k]) for k in MIXTURE_ENTRY]
     return ValueError(f"unknown config key {key!r}: {_nearest(key, known)}")
 
 
@@ -441,16 +230,16 @@ def check(config: ConfigDict) -> None:
         raise ValueError(f"config key {missing[0]!r} is missing: start the recipe from jaxpretrain.config.default()")
     flat = flatten(config)
     for key, value in flat.items():
-        choices = _CHOICES.get(_schema_key(key), (value,))
+        choices = CHOICES.get(_schema_key(key), (value,))
         if value not in choices:
             match = difflib.get_close_matches(value, choices, n=1)
             hint = f"did you mean {match[0]!r}? " if match else ""
             raise ValueError(f"{key}={value!r}: {hint}It is one of {', '.join(choices)}")
-        minimum = _AT_LEAST.get(_schema_key(key), value)
+        minimum = AT_LEAST.get(_schema_key(key), value)
         if value < minimum:
             raise ValueError(f"{key}={value}: must be at least {minimum}")
     for key, value in _unread(config).items():
-        words = _READ_WHEN[key][1]
+        words = READ_WHEN[key][1]
         raise ValueError(f"{key}={value!r} has no effect: it is read only when {words}; remove one of the two")
     _check_combinations(config)
 
@@ -460,7 +249,7 @@ def _unread(config: ConfigDict) -> dict[str, Any]:
     flat = {**flatten(config), "data.mixture": config.data.mixture.to_dict()}
     return {
         key: flat[key]
-        for key, (applies, _) in _READ_WHEN.items()
+        for key, (applies, _) in READ_WHEN.items()
         if flat[key] != _SCHEMA.get(key, {}) and not applies(config)
     }
 
@@ -516,7 +305,7 @@ def data_sources(config: ConfigDict) -> dict[str, dict[str, Any]]:
     """Name -> {weight, source, path, ...} of each source of a checked config; one entry unless it is a mixture."""
     if config.data.source != "mixture":
         return {"data": {"weight": 1.0, **{k: config.data[k] for k in data_source_defaults()}}}
-    return {name: {**_MIXTURE_ENTRY, **entry.to_dict()} for name, entry in config.data.mixture.items()}
+    return {name: {**MIXTURE_ENTRY, **entry.to_dict()} for name, entry in config.data.mixture.items()}
 
 
 def to_json(config: ConfigDict) -> str:

@@ -11,20 +11,28 @@ from jaxpretrain import train
 from jaxpretrain.data.dataset import make_dataset
 from jaxpretrain.data.tokenizer import load_tokenizer
 from jaxpretrain.interop import huggingface, huggingface_config
-from jaxpretrain.parallel.mesh import make_mesh
+from jaxpretrain.parallel.mesh import make_mesh, num_data_shards
 from jaxpretrain.parallel.micro_batch import guess_micro_batch_size
 from jaxpretrain.step import TrainStep, make_train_step
 
 NUM_SAMPLED_TOKENS = 200
 TEMPERATURE = 0.8
 
+# Keys, by their beginnings, that a mode does not read. The model is that of the weights.
+_UNREAD_ALWAYS = ("model.", "steps", "optimizer.", "schedule.", "checkpoint.", "log.", "run.name", "run.max_bad_steps")
+_UNREAD = {
+    "eval": (*_UNREAD_ALWAYS, "eval.every", "eval.ngrams"),
+    "sample": (*_UNREAD_ALWAYS, "eval.", "batch_size", "micro_batch_size", "kernels."),
+}
 
-def load_config(source: str, config: ConfigDict | None, overrides: list[tuple[str, str]]) -> ConfigDict:
+
+def load_config(source: str, config: ConfigDict | None, overrides: list[tuple[str, str]], mode: str) -> ConfigDict:
     """The config to run the weights of `source` with.
 
     `config`, of `--config` with its overrides, has its way, but for a Hugging Face folder's model, which is the
     folder's; without it, a work directory's own config or the defaults, with `overrides`.
-    Raises ValueError if `source` is neither, or if `config` has another model than the work directory.
+    Raises ValueError if `source` is neither, if `config` has another model than the work directory, or, where there is
+    no `config`, for an override that `mode`, eval or sample, does not read.
     """
     path = pathlib.Path(source)
     is_hugging_face = huggingface_config.is_folder(source)
@@ -36,12 +44,15 @@ def load_config(source: str, config: ConfigDict | None, overrides: list[tuple[st
         config.seq_len = saved.seq_len
         config.model = saved.model
         for key, text in overrides:
+            if key.startswith(_UNREAD[mode]):
+                raise ValueError(f"--config.{key} has no effect with --mode={mode}; remove it")
             config_lib.override(config, key, text)
     elif is_hugging_face:
         config.model = saved.model
     elif config.model != saved.model:
         raise ValueError(f"--config has another model than the run in {source}; without --config its own is taken")
-    if is_hugging_face and (path / "tokenizer.json").is_file():
+    typed = [key for key, _ in overrides]
+    if is_hugging_face and (path / "tokenizer.json").is_file() and "data.tokenizer" not in typed:
         config.data.tokenizer = str(path / "tokenizer.json")
     config_lib.check(config)
     return config
@@ -90,6 +101,8 @@ def _next_token(train_step: TrainStep, params: dict, tokens: list[int], random: 
 def _step(config: ConfigDict) -> TrainStep:
     mesh = make_mesh(config.parallel.strategy)
     guess_micro_batch_size(config, mesh)
+    # Not the run's own batch, which need not divide over the devices that are here.
+    config.batch_size = config.micro_batch_size * num_data_shards(mesh)
     return make_train_step(config, mesh)
 
 

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     from jaxpretrain import inference
 
     config = cli.load_config(arguments, overrides) if arguments.config else None
-    config = inference.load_config(arguments.workdir, config, overrides)
+    config = inference.load_config(arguments.workdir, config, overrides, arguments.mode)
     use_compilation_cache(config.run.compilation_cache)
     if arguments.mode == "eval":
         print(inference.evaluate(config, arguments.workdir))

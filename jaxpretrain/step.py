@@ -68,7 +68,10 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
     """
     num_shards, micro_batch_size = num_data_shards(mesh), config.micro_batch_size
     if config.batch_size % num_shards:
-        raise ValueError(f"batch_size={config.batch_size} does not divide over {num_shards} devices")
+        raise ValueError(
+            f"batch_size={config.batch_size} does not divide over {num_shards} devices; "
+            f"try {-(-config.batch_size // num_shards) * num_shards}"
+        )
     rows_per_shard = config.batch_size // num_shards
     if rows_per_shard % micro_batch_size:
         raise ValueError(
@@ -134,6 +137,9 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
                 return loss * scale, (loss, num_tokens)
 
             gradients, (loss, num_tokens) = jax.grad(scaled_loss, has_aux=True)(compute_params)
+            # Without the barrier XLA for TPUs (libtpu 0.0.42) tries to move fsdp's reduce-scatters out of this loop,
+            # where they would need whole gradients, and fails on its own check.
+            gradients = jax.lax.optimization_barrier(gradients)
             new = jax.tree.map(lambda g: g.astype(jnp.float32), gradients), loss, num_tokens
             return jax.tree.map(jnp.add, sums, new), None
 
@@ -200,9 +206,14 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
             good_steps=zero if is_float16 else None,
         )
 
+    def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        with jax.default_matmul_precision(matmul_precision):
+            return losses_of(params, batch)
+
     def logits(params: Any, tokens: jax.Array) -> jax.Array:
         whole = nnx.merge(graphdef, strategy.compute_copy(params))
-        return whole(tokens, attend=functools.partial(attention.attend, implementation="xla"))
+        with jax.default_matmul_precision(matmul_precision):
+            return whole(tokens, attend=functools.partial(attention.attend, implementation="xla"))
 
     state = jax.eval_shape(init)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -229,7 +240,7 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         batch={"tokens": row, "segment_ids": row} if segmented else {"tokens": row},
         init=jax.jit(init, out_shardings=shardings),
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated)),
-        evaluate=jax.jit(losses_of, out_shardings=replicated),
+        evaluate=jax.jit(evaluate, out_shardings=replicated),
         logits=jax.jit(logits),
     )
 

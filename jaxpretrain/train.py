@@ -90,11 +90,12 @@ def train(config: ConfigDict, workdir: str, stop: StopSignal) -> bool:
             at, metrics = unread.popleft()
             metrics = {key: value.item() for key, value in jax.device_get(metrics).items()}
             log.record(at, metrics, time.perf_counter(), loader.seconds_waited)
-            if 0 < config.run.max_bad_steps <= metrics["bad_steps"]:
+            if 0 < config.run.max_bad_steps <= metrics["bad_steps"] and divergence is None:
                 divergence = (
                     f"gradients were not finite for {metrics['bad_steps']} steps in a row, up to step {at} (loss "
-                    f"{metrics['loss']}); their updates were skipped: lower optimizer.learning_rate, lengthen "
-                    "schedule.warmup_steps or look at the data; run.max_bad_steps says how many are borne"
+                    f"{metrics['loss']}); their updates were skipped: look at the data, or lower "
+                    "optimizer.learning_rate or lengthen schedule.warmup_steps in a new --workdir "
+                    "(checkpoint.resume_from takes the state along); run.max_bad_steps says how many are borne"
                 )
 
     try:

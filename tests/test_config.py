@@ -338,6 +338,6 @@ def test_steps_may_grow_where_the_schedule_does_not_depend_on_them(independent):
 
 def test_every_rule_is_about_a_key_of_the_schema():
     known = set(schema.flatten(schema.default()))
-    rules = {*schema._CHOICES, *schema._AT_LEAST, *schema._READ_WHEN} - {"data.mixture"}
+    rules = {*schema.CHOICES, *schema.AT_LEAST, *schema.READ_WHEN} - {"data.mixture"}
     assert rules <= known
     assert set(schema.FREE_ON_RESUME) <= {key.split(".")[0] for key in known}

@@ -89,7 +89,7 @@ def documentation_row(recipe: str) -> str:
     c, s, m = config.optimizer, config.schedule, config.model
     rate = f"{c.learning_rate:g}"
     if s.name != "constant":
-        rate += f" → {c.learning_rate * s.final_fraction:.3g}"
+        rate += f" → {c.learning_rate * max(s.final_fraction, s.floor_fraction):.3g}"
     cells = [
         f"`{recipe}`",
         f"{num_parameters(recipe):,}",

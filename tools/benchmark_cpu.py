@@ -28,7 +28,12 @@ def jax_config(model: str):
     from jaxpretrain import config as config_lib
 
     overrides = dict(batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
-    overrides |= {"data.source": "synthetic", "precision.compute": "float32", "steps": 100, "parallel.scan_layers": False}
+    overrides |= {
+        "data.source": "synthetic",
+        "precision.compute": "float32",
+        "steps": 100,
+        "parallel.scan_layers": False,
+    }
     return config_lib.load(f"{ROOT}/configs/{model}.py", [(key, str(value)) for key, value in overrides.items()])
 
 

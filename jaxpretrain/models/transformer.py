@@ -131,7 +131,7 @@ class Attention(nnx.Module):
         q_BxTxHxK = checkpoint_name(q_BxTxHxK, "query")
         k_BxTxGxK = checkpoint_name(k_BxTxGxK, "key")
         v_BxTxGxK = checkpoint_name(v_BxTxGxK, "value")
-        out_BxTxHxK = checkpoint_name(attend(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK), "attention")
+        out_BxTxHxK = attend(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK)  # names what it keeps for its backward itself
         return checkpoint_name(self.out(out_BxTxHxK), "attention_projected")
 
 

@@ -72,12 +72,14 @@ def _activation_bytes_per_sequence(config: ConfigDict) -> int:
     """What the backward of one sequence needs, roughly: a first guess, the compiler has the last word."""
     m = config.model
     width = 4 if config.precision.compute == "float32" else 2
-    heads = m.num_heads * (m.head_dim or m.embed_dim // m.num_heads)
-    hidden = (m.mlp_dim or 4 * m.embed_dim) * (3 if m.gated_mlp else 2)
-    per_layer = width * (4 * m.embed_dim + 4 * heads + hidden) + 4 * 2 * m.embed_dim
+    heads = m.num_heads + (m.num_kv_heads or m.num_heads)
+    heads_dim = 2 * heads * (m.head_dim or m.embed_dim // m.num_heads)  # of queries, keys, values and the output
+    hidden = (m.mlp_dim or 4 * m.embed_dim) * (2 if m.gated_mlp else 1)
+    per_layer = width * ((1 if m.parallel_residual else 2) * m.embed_dim + heads_dim + hidden)
     kept = width * m.embed_dim if config.parallel.remat == "full" else per_layer
     logits = 3 * 4 * m.vocab_size
-    return config.seq_len * (m.num_layers * kept + per_layer + min(logits, 2**18))
+    in_backward = 3 * per_layer  # of one layer: what was kept, its gradient, and float32 between the two
+    return config.seq_len * (m.num_layers * kept + in_backward + min(logits, 2**18))
 
 
 def _compile(train_step: TrainStep) -> Callable:

@@ -1,4 +1,4 @@
-"""Every implementation that a CPU can run (kernels in interpret mode) against attention written out in float64 NumPy."""
+"""Every implementation that a CPU can run (kernels in interpret mode) against attention written in float64 NumPy."""
 
 import functools
 import itertools
@@ -95,16 +95,20 @@ def test_equals_numpy(name, T, H, G, K, segmented):
     "name, dtype", [*((name, jnp.bfloat16) for name in IMPLEMENTATIONS), ("blockwise", jnp.float16)]
 )
 def test_half_precision(name, dtype):
-    """Errors of the inputs' rounding and no larger: sums and softmax are in float32.
+    """Errors of the inputs' rounding and no larger, with scores up to 20: sums and softmax are in float32.
 
-    Seen to fail with softmax in bfloat16 in xla, and with `out` carried in bfloat16 in blockwise.
+    Seen to fail with `preferred_element_type=dtype` in xla and blockwise.
     """
     *arrays, segment_ids = _inputs(192, 4, 2, 64, segmented=True)
+    arrays[0] *= 5
     arrays16 = [jnp.asarray(x, dtype) for x in arrays]
     expected = _numpy_attention(*(np.asarray(x, np.float64) for x in arrays16), segment_ids)
     actual = _output_and_gradients(IMPLEMENTATIONS[name], *arrays16, segment_ids)
-    assert all(x.dtype == dtype for x in actual)
-    _assert_close(actual, expected, 4 * float(jnp.finfo(dtype).eps))
+    # Blockwise gradients read the rounded output, plain ones do not; pallas also multiplies it in bfloat16.
+    for x, y, tolerance in zip(actual, expected, (0.4, 1.0, 1.0, 0.4), strict=True):
+        assert x.dtype == dtype
+        error = np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y)
+        assert error < tolerance * float(jnp.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
