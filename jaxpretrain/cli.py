@@ -53,7 +53,7 @@ def load_config(arguments: argparse.Namespace, overrides: list[tuple[str, str]])
 
 
 def run(main: Callable[[list[str]], int]) -> None:
-    """Ends the process with main(argv)'s exit code; an error is one line on stderr and 1; --debug adds its traceback."""
+    """Ends the process with main(argv)'s exit code; an error is one line on stderr and 1, with --debug a traceback."""
     debug = "--debug" in sys.argv
     if not debug:  # what threads and callbacks of Orbax say of an error would bury our one line on it
         for name in ("absl", "asyncio"):

@@ -74,9 +74,10 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         )
     rows_per_shard = config.batch_size // num_shards
     if rows_per_shard % micro_batch_size:
+        divisor = next(d for d in range(min(rows_per_shard, micro_batch_size), 0, -1) if rows_per_shard % d == 0)
         raise ValueError(
             f"micro_batch_size={micro_batch_size} does not divide the {rows_per_shard} sequences of each device "
-            f"(batch_size={config.batch_size} over {num_shards}); try {_divisor_below(rows_per_shard, micro_batch_size)}"
+            f"(batch_size={config.batch_size} over {num_shards}); try {divisor}"
         )
     num_micro_batches = rows_per_shard // micro_batch_size
     num_micro_tokens = micro_batch_size * config.seq_len
@@ -100,9 +101,7 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         seq_len=config.seq_len,
     )
     forward_options = dict(
-        attend=functools.partial(
-            attention.attend, implementation=attention_choice.name, block=attention_choice.block
-        ),
+        attend=functools.partial(attention.attend, implementation=attention_choice.name, block=attention_choice.block),
         wrap_block=wrap_block(strategy, config.parallel.remat, config.parallel.scan_layers),
         scan_layers=config.parallel.scan_layers,
     )
@@ -261,7 +260,3 @@ def _count(state: TrainState, finite: jax.Array, loss_is_finite: jax.Array, conf
         loss_scale=jnp.where(grow, loss_scale * 2, loss_scale),
         good_steps=jnp.where(grow, 0, good_steps),
     )
-
-
-def _divisor_below(n: int, limit: int) -> int:
-    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)

@@ -8,10 +8,10 @@ from jaxpretrain.parallel.strategies import Strategy
 
 # Primitives that are not worth keeping: gathers of parameters, and what XLA fuses into its readers. Keeping all that
 # autodiff asks for takes 2.9 times the memory (GPT-NeoX, 1024 wide, bfloat16, cuDNN, fsdp compiled for 4 x A100: 243
-# against 84 MiB per layer of 4096 tokens), most of it float32 inside norms and the pieces of gelu. A `name` is a copy:
-# kept, attention's output would be there twice.
+# against 84 MiB per layer of 4096 tokens), most of it float32 inside norms and the pieces of gelu. What a model or an
+# operation marks with `checkpoint_name` is kept, else the loop of blockwise attention would run again.
 _RECOMPUTED = frozenset(
-    "all_gather name copy reshape broadcast_in_dim transpose concatenate slice pad convert_element_type select_n "
+    "all_gather copy reshape broadcast_in_dim transpose concatenate slice pad convert_element_type select_n "
     "add sub mul div neg max min square integer_pow exp erf erfc tanh logistic rsqrt sqrt".split()
 )
 

@@ -1,0 +1,217 @@
+"""What the compiled step communicates, when, and what it keeps: the program's text and the compiler's account.
+
+CPU text by default; the same of the program for A100s (slow), as only that shows what a GPU would run.
+"""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxpretrain import config as config_lib
+from jaxpretrain import step as step_lib
+from jaxpretrain.models import transformer
+from jaxpretrain.models.parameter import infos
+from jaxpretrain.ops import attention
+from jaxpretrain.parallel import remat
+from jaxpretrain.parallel.mesh import make_mesh
+from jaxpretrain.parallel.strategies import make_strategy
+from jaxpretrain.plan import aot
+
+_COLLECTIVES = "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"
+
+
+def make_config(strategy: str, num_layers: int, accumulate: int, num_devices: int = 8, **overrides):
+    config = config_lib.default()
+    config.batch_size, config.seq_len, config.micro_batch_size = num_devices * accumulate, 8, 1
+    config.model.update(dict(vocab_size=32, num_layers=num_layers, embed_dim=128, num_heads=4, parallel_residual=True))
+    config.parallel.strategy, config.precision.compute = strategy, "float32"
+    for key, value in overrides.items():
+        config_lib.override(config, key.replace("__", "."), str(value))
+    config_lib.check(config)
+    return config
+
+
+@functools.cache
+def compile_step(*args, **overrides):
+    config = make_config(*args, **overrides)
+    train_step = step_lib.make_train_step(config, make_mesh(config.parallel.strategy, jax.devices()))
+    return train_step, train_step.step.lower(train_step.state, train_step.batch).compile()
+
+
+class Program:
+    """`loops[name]`: collectives and their elements in that loop and what it calls; "" is what runs once a step."""
+
+    def __init__(self, text: str):
+        calls, self.own, name, entry = {}, {}, None, None
+        for line in text.splitlines():
+            header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line)
+            if header:
+                name = header[2]
+                calls[name], self.own[name] = [], []
+                entry = name if header[1] else entry
+                continue
+            line = re.sub(r"/\*.*?\*/", "", line.split(", metadata=")[0])
+            instruction = re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\((.*)$", line)
+            if not instruction or name is None:
+                continue
+            shape, operation, rest = instruction.groups()
+            called = re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", rest)
+            calls[name] += [(operation == "while", c) for c in called]
+            operation = operation.removesuffix("-start")
+            if operation in _COLLECTIVES:
+                self.own[name].append((operation, _num_elements(shape)))
+        self.loops = {"": self._inside(entry, calls)}
+        for inner in calls.values():
+            for is_loop, callee in inner:
+                if is_loop:
+                    self.loops[callee] = self._inside(callee, calls)
+
+    def _inside(self, name, calls):
+        """Collectives of a computation and those it calls, but not of loops within."""
+        found = list(self.own[name])
+        for is_loop, callee in calls[name]:
+            if not is_loop:
+                found += self._inside(callee, calls)
+        return found
+
+    def elements(self, loop: str, operation: str) -> int:
+        return sum(count for name, count in self.loops[loop] if name == operation)
+
+    def loops_with(self, operation: str) -> list[str]:
+        return [loop for loop in self.loops if loop and self.elements(loop, operation)]
+
+
+def _num_elements(shape: str) -> int:
+    """Of the largest array, or of all arrays, that a collective gives: `f32[2,3]{1,0}` or a tuple of such."""
+    sizes = [math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\w+\[([\d,]*)\]", shape)]
+    return sum(sizes)
+
+
+def num_parameters(train_step) -> int:
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(train_step.state.params))
+
+
+# --- ddp
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_ddp_reduces_gradients_once_per_optimizer_step(accumulate):
+    """Each gradient is in exactly one all-reduce, outside every loop, however many micro-batches there are.
+
+    Fails if `reduce` moves into the accumulation (tried: psum of each micro-batch's gradients).
+    """
+    train_step, compiled = compile_step("ddp", 2, accumulate)
+    program = Program(compiled.as_text())
+    assert train_step.num_micro_batches == accumulate
+    assert len(program.loops) >= 3  # forward and backward over layers, and what runs once
+    assert program.elements("", "all-reduce") == num_parameters(train_step) + 2  # and loss, and number of tokens
+    assert [loop for operation in _COLLECTIVES for loop in program.loops_with(operation)] == []
+    assert program.elements("", "all-gather") == 0
+
+
+# --- fsdp
+
+
+def test_fsdp_gathers_one_layer_at_a_time_forward_and_backward():
+    """Fails if the layers are gathered before the loop (tried: `strategy.gather` over all parameters)."""
+    train_step, compiled = compile_step("fsdp", 4, 1)
+    program = Program(compiled.as_text())
+    layer = sum(math.prod(p.shape[1:]) for p in jax.tree.leaves(train_step.state.params["layers"]))
+    kernels = 12 * 128 * 128
+    gathering = program.loops_with("all-gather")
+    forward = [loop for loop in gathering if not program.elements(loop, "reduce-scatter")]
+    by_layer = [loop for loop in gathering if program.elements(loop, "all-gather") in range(kernels // 2, layer + 1)]
+    assert len(by_layer) == 2 and set(forward) & set(by_layer)
+    (backward,) = set(by_layer) - set(forward)
+    # Of the two biases that are added to the residual stream the gradients are the same: one is enough.
+    assert layer // 8 - 128 // 8 <= program.elements(backward, "reduce-scatter") <= layer // 8
+    assert program.elements("", "all-gather") == program.elements("", "reduce-scatter") == 0
+    # Nothing is reduced twice: what is left is the loss, the number of tokens, and the norm of the gradients.
+    assert program.elements("", "all-reduce") < 50
+
+
+def test_fsdp_keeps_no_gathered_weights():
+    """Fails if gathered weights are kept for the backward (tried: `all_gather` or `reshape` out of `_RECOMPUTED`)."""
+    temporaries = [compile_step("fsdp", n, 1)[1].memory_analysis().temp_size_in_bytes for n in (4, 8)]
+    whole_layer = 4 * 12 * 128 * 128
+    # A layer's accumulated gradient and its new one are an eighth each; its activations are 8 tokens'.
+    assert (temporaries[1] - temporaries[0]) / 4 < 0.6 * whole_layer
+
+
+# --- What a layer keeps
+
+
+def grad_jaxpr(remat_name: str | None, compute_dtype=jnp.bfloat16) -> str:
+    """Gradient of one block of a tiny model, whole on one device."""
+    config = make_config("ddp", 1, 1)
+    mesh = make_mesh("ddp", jax.devices()[:1])
+    strategy = make_strategy(infos(transformer.build(config)), mesh, compute_dtype)
+    wrap = remat.wrap_block(strategy, remat_name, True) if remat_name else (lambda block: block)
+    model = transformer.Transformer(config.model, 8, jax.random.key(0))
+    graphdef, params = nnx.split(model)
+    params = strategy.compute_copy(nnx.to_pure_dict(params))
+    attend = functools.partial(attention.attend, implementation="blockwise")
+
+    def loss(params):
+        hidden = nnx.merge(graphdef, params).hidden(jnp.zeros((1, 8), jnp.int32), attend=attend, wrap_block=wrap)
+        return hidden.astype(jnp.float32).sum()
+
+    return str(jax.make_jaxpr(jax.grad(loss))(params))
+
+
+def test_remat_none_computes_no_product_twice():
+    """As many matrix products as without `jax.checkpoint`; `full` has those of the forward again.
+
+    Fails if dot_general is in `_RECOMPUTED` (tried).
+    """
+    plain, none, full = (grad_jaxpr(name).count(" = dot_general[") for name in (None, "none", "full"))
+    assert none == plain < full
+
+
+def test_remat_none_keeps_little():
+    """Per token and layer: input, queries, keys, values, attention's output and the MLP before its activation.
+
+    Fails if a norm's or gelu's pieces are kept, or the scores of blockwise attention (tried: `mul`, or no `name`).
+    """
+    options = dict(seq_len=1024, precision__compute="float32")
+    temporaries = [compile_step("ddp", n, 1, **options)[1].memory_analysis().temp_size_in_bytes for n in (2, 6)]
+    gradients = 2 * 4 * 12 * 128 * 128  # of the layer: new and accumulated
+    activations = 1024 * 4 * (5 * 128 + 512)
+    assert (temporaries[1] - temporaries[0]) / 4 < gradients + 1.1 * activations
+
+
+# --- A real accelerator's program
+
+
+@pytest.mark.slow
+def test_schedules_compiled_for_gpus(topology):
+    """The same on 4 A100s, in bfloat16 with cuDNN's attention: XLA for GPUs has passes of its own."""
+    devices = topology("a100-80gb", 4)
+    options = dict(seq_len=1024, model__embed_dim=512, precision__compute="bfloat16")
+
+    def compiled(strategy, num_layers, accumulate):
+        config = make_config(strategy, num_layers, accumulate, 4, **options)
+        train_step = step_lib.make_train_step(config, make_mesh(strategy, devices))
+        assert train_step.attention.name == "cudnn"
+        return train_step, aot.compile_for(train_step.step, train_step.state, train_step.batch)
+
+    train_step, program = compiled("ddp", 2, 4)
+    program = Program(program.as_text())
+    assert program.elements("", "all-reduce") == num_parameters(train_step) + 2
+    assert [loop for operation in _COLLECTIVES for loop in program.loops_with(operation)] == []
+
+    train_step, four = compiled("fsdp", 4, 2)
+    program = Program(four.as_text())
+    kernels = 12 * 512 * 512
+    by_layer = [loop for loop in program.loops_with("all-gather") if program.elements(loop, "all-gather") >= kernels]
+    assert len(by_layer) == 2
+    assert [loop for loop in by_layer if program.elements(loop, "reduce-scatter")]
+    _, eight = compiled("fsdp", 8, 2)
+    growth = (aot.memory(eight).temporaries - aot.memory(four).temporaries) / 4
+    activations = 1024 * 2 * 512 * 9
+    assert growth < 1.3 * activations + 4 * kernels  # 2 bytes each would be the gathered weights, were they kept
