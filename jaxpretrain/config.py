@@ -29,6 +29,7 @@ from jaxpretrain.schema import (
     FREE_ON_RESUME,
     MIXTURE_ENTRY,
     READ_WHEN,
+    SOURCES_THAT_READ,
     data_source_defaults,
     default,
 )
@@ -66,7 +67,7 @@ def _default_of(key: str) -> Any:
 def _schema_key(key: str) -> str:
     """`data.source` for `data.mixture.NAME.source`, other keys as they are."""
     parts = key.split(".")
-    return f"data.{parts[3]}" if parts[:2] == ["data", "mixture"] else key
+    return f"data.{parts[3]}" if parts[:2] == ["data", "mixture"] and len(parts) == 4 else key
 
 
 _SCHEMA = flatten(default())
@@ -197,7 +198,7 @@ def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> ConfigDict:
         override(config, key, text)
     for key in _unread(config):
         if not any(f"{name}.".startswith(f"{key}.") for name, _ in typed):
-            _assign(config, key, _SCHEMA.get(key, ConfigDict()))
+            _assign(config, key, ConfigDict() if key == "data.mixture" else _default_of(key))
     check(config)
     return config
 
@@ -239,7 +240,7 @@ def check(config: ConfigDict) -> None:
         if value < minimum:
             raise ValueError(f"{key}={value}: must be at least {minimum}")
     for key, value in _unread(config).items():
-        words = READ_WHEN[key][1]
+        words = READ_WHEN[_schema_key(key)][1]
         raise ValueError(f"{key}={value!r} has no effect: it is read only when {words}; remove one of the two")
     _check_combinations(config)
 
@@ -247,11 +248,17 @@ def check(config: ConfigDict) -> None:
 def _unread(config: ConfigDict) -> dict[str, Any]:
     """The keys, with their values, that differ from the default although nothing reads them in this config."""
     flat = {**flatten(config), "data.mixture": config.data.mixture.to_dict()}
-    return {
+    unread = {
         key: flat[key]
         for key, (applies, _) in READ_WHEN.items()
         if flat[key] != _SCHEMA.get(key, {}) and not applies(config)
     }
+    for name, entry in config.data.mixture.items():
+        source = entry.get("source", MIXTURE_ENTRY["source"])
+        for key, sources in SOURCES_THAT_READ.items():
+            if entry.get(key, MIXTURE_ENTRY[key]) != MIXTURE_ENTRY[key] and source not in sources:
+                unread[f"data.mixture.{name}.{key}"] = entry[key]
+    return unread
 
 
 def _check_combinations(config: ConfigDict) -> None:
@@ -279,6 +286,15 @@ def _check_combinations(config: ConfigDict) -> None:
         raise ValueError(
             f"model.rotary.fraction={model.rotary.fraction} of a head of {head_dim} dims: rotary turns them in pairs; "
             "change it, model.num_heads or model.head_dim until that is even"
+        )
+    if config.checkpoint.resume_from and config.checkpoint.init_from:
+        raise ValueError(
+            "checkpoint.resume_from and checkpoint.init_from are both set: the first brings the weights too"
+        )
+    if config.eval.ngrams and model.vocab_size > 4096:
+        raise ValueError(
+            f"eval.ngrams=True with model.vocab_size={model.vocab_size}: the table of pairs would be too large, the "
+            "most is 4096; set eval.ngrams=False"
         )
     for key in ("b1", "b2"):
         if config.optimizer[key] >= 1:

@@ -110,7 +110,7 @@ def default() -> ConfigDict:
     log.wandb_project = "jaxpretrain"
 
     config.run = run = ConfigDict()
-    run.name = ""  # shown by the loggers; "": the name of the workdir
+    run.name = ""  # the run's name at Weights & Biases; "": the name of the workdir
     run.max_bad_steps = 10  # steps in a row with non-finite gradients before the run stops; 0: never
     run.compilation_cache = "auto"  # a directory; auto: in the user's cache directory; "": none
     return config
@@ -189,11 +189,14 @@ AT_LEAST = {
 }
 
 
-def _sources(config: ConfigDict) -> set[str]:
-    if config.data.source == "mixture":
-        return {entry.get("source", "stdlib") for entry in config.data.mixture.values()}
-    return {config.data.source}
-
+# Which sources read a key that describes one, in `data` itself and in an entry of `data.mixture`.
+SOURCES_THAT_READ = {
+    "path": ("text", "megatron", "tokens", "olmo", "huggingface"),
+    "dtype": ("tokens", "olmo"),
+    "text_key": ("text", "huggingface"),
+    "tokens_key": ("huggingface",),
+    "row_len": ("megatron",),
+}
 
 _WHEN_ROTARY = (lambda c: c.model.positions == "rotary", "model.positions is 'rotary'")
 _WHEN_LLAMA3 = (lambda c: c.model.rotary.scaling == "llama3", "model.rotary.scaling is 'llama3'")
@@ -211,22 +214,32 @@ READ_WHEN: dict[str, tuple[Callable[[ConfigDict], bool], str]] = {
     "model.rotary.low_freq_factor": _WHEN_LLAMA3,
     "model.rotary.high_freq_factor": _WHEN_LLAMA3,
     "model.rotary.original_max_positions": _WHEN_LLAMA3,
-    "data.path": (lambda c: c.data.source not in ("stdlib", "synthetic", "mixture"), "data.source reads files"),
     "data.mixture": (lambda c: c.data.source == "mixture", "data.source is 'mixture'"),
-    "data.dtype": (lambda c: bool(_sources(c) & {"tokens", "olmo"}), "data.source is 'tokens' or 'olmo'"),
-    "data.text_key": (lambda c: bool(_sources(c) & {"text", "huggingface"}), "data.source is 'text' or 'huggingface'"),
-    "data.tokens_key": (lambda c: "huggingface" in _sources(c), "data.source is 'huggingface'"),
-    "data.row_len": (lambda c: "megatron" in _sources(c), "data.source is 'megatron'"),
     "data.tokenizer": (lambda c: c.data.source != "synthetic", "data.source holds text"),
-    "data.validation_path": (lambda c: c.data.source not in ("stdlib", "synthetic"), "data.source reads files"),
+    "data.cache_dir": (
+        lambda c: c.data.source in ("stdlib", "text", "huggingface", "mixture"),
+        "data.source is tokenised into a cache",
+    ),
+    "data.validation_path": (
+        lambda c: c.data.source in SOURCES_THAT_READ["path"] and c.eval.every >= 0,
+        "data.source reads files and eval.every is not -1",
+    ),
     "data.validation_fraction": (lambda c: not c.data.validation_path, "data.validation_path is empty"),
+    "optimizer.no_decay": (lambda c: c.optimizer.weight_decay > 0, "optimizer.weight_decay is above 0"),
     "schedule.final_fraction": _WHEN_DECAYING,
     "schedule.floor_fraction": _WHEN_DECAYING,
     "schedule.decay_steps": _WHEN_DECAYING,
     "schedule.warmup_from": (lambda c: c.schedule.warmup_steps > 0, "schedule.warmup_steps is above 0"),
+    "precision.matmul": (lambda c: c.precision.compute == "float32", "precision.compute is 'float32'"),
     "precision.initial_loss_scale": _WHEN_FLOAT16,
     "precision.loss_scale_interval": _WHEN_FLOAT16,
     "eval.max_tokens": _WHEN_EVALUATING,
     "eval.ngrams": _WHEN_EVALUATING,
     "log.wandb_project": (lambda c: c.log.wandb, "log.wandb is True"),
+    "run.name": (lambda c: c.log.wandb, "log.wandb is True"),
 }
+for _key, _sources in SOURCES_THAT_READ.items():
+    READ_WHEN[f"data.{_key}"] = (
+        lambda c, s=_sources: c.data.source in s,
+        f"data.source is one of {', '.join(_sources)}",
+    )

@@ -84,7 +84,7 @@ def test_key_without_value_in_the_argument_string():
         ("checkpoint.at_steps", "", ()),
         ("optimizer.no_decay", "norm_scale,bias,embedding", ("norm_scale", "bias", "embedding")),
         ("optimizer.no_decay", "", ()),
-        ("run.name", "17", "17"),
+        ("log.wandb_project", "17", "17"),
     ],
 )
 def test_command_line_text_becomes_the_type_of_the_key(key, text, value):
@@ -300,7 +300,7 @@ def test_keys_younger_than_a_config_json_get_their_defaults():
         ("checkpoint.every", "7"),
         ("eval.every", "7"),
         ("log.every", "7"),
-        ("run.name", "again"),
+        ("run.max_bad_steps", "3"),
     ],
 )
 def test_may_change_on_resume(key, text):

@@ -317,10 +317,7 @@ def test_stopped_in_an_evaluation(command, tmp_path):
 
 
 def test_second_interrupt_quits_at_once(command, tmp_path):
-    """While it compiles, which Python's own signal handlers would wait for.
-
-    Seen to fail with handlers of `signal.signal` that set the flag and call os._exit.
-    """
+    """While it compiles; tests/test_signals.py has the mutation."""
     process = start(command(tmp_path / "run", {"run.compilation_cache": "", "parallel.scan_layers": False}))
     wait_for((tmp_path / "run" / "checkpoints").exists, process)
     process.send_signal(signal.SIGINT)

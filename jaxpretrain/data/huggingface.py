@@ -7,7 +7,6 @@ the token cache, since parquet has no random access and a copy as uint16 is half
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,7 +52,7 @@ def cached_tokens(
     folder = text.cache_folder(cache_dir)
     prefix = str(folder / text.fingerprint(identity, megatron.token_dtype(vocab_size).str))
     if not os.path.exists(prefix + ".idx"):
-        print(f"data.path={path!r}: copying tokens to {prefix}.bin", file=sys.stderr, flush=True)
+        print(f"data.path={path!r}: copying tokens to {prefix}.bin", flush=True)
         try:
             with megatron.Writer(prefix, vocab_size) as writer:
                 for file in files:

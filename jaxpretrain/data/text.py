@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import pathlib
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -42,7 +41,7 @@ def tokenized(
       vocab_size: model.vocab_size, where the tokenizer must fit one.
 
     An end-of-document token follows each document where the tokenizer has one. The number of tokens and their
-    SHA-256 are printed to stderr. Raises ValueError for bad text, tokenizer or cache directory.
+    SHA-256 are printed when they are made. Raises ValueError for bad text, tokenizer or cache directory.
     """
     assert source in ("stdlib", "text"), source
     if source == "stdlib":
@@ -95,9 +94,6 @@ def tokenize_to_cache(
                 f"data.cache_dir={str(folder)!r}: cannot keep tokens there: {error.strerror or error}; "
                 "set it to a folder that can be written and has room"
             ) from error
-    about = json.loads(pathlib.Path(prefix + ".json").read_text())
-    counts = f"{about['documents']:,} documents, {about['tokens']:,} tokens, sha256 {about['sha256'][:16]}"
-    print(f"{name}: {counts}, in {prefix}.bin", file=sys.stderr, flush=True)
     return prefix
 
 
@@ -146,7 +142,7 @@ def _lock(path: str, name: str) -> Iterator[bool]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"{name}: another process tokenises it; waiting", file=sys.stderr, flush=True)
+            print(f"{name}: another process tokenises it; waiting", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             held = False
@@ -154,7 +150,7 @@ def _lock(path: str, name: str) -> Iterator[bool]:
 
 
 def _make(texts: Iterable[str], name: str, tokenizer: Tokenizer, prefix: str) -> None:
-    print(f"{name}: tokenising with {tokenizer.name!r}", file=sys.stderr, flush=True)
+    print(f"{name}: tokenising with {tokenizer.name!r}", flush=True)
     with megatron.Writer(prefix, tokenizer.vocab_size) as writer:
         write_documents(texts, tokenizer, writer, tokenizer.eod)
         if not writer.num_documents:
@@ -167,6 +163,8 @@ def _make(texts: Iterable[str], name: str, tokenizer: Tokenizer, prefix: str) ->
     unfinished = f"{prefix}.{os.getpid()}.json.tmp"
     pathlib.Path(unfinished).write_text(json.dumps(about, indent=2) + "\n")
     os.replace(unfinished, prefix + ".json")
+    counts = f"{writer.num_documents:,} documents, {writer.num_tokens:,} tokens, sha256 {digest[:16]}"
+    print(f"{name}: {counts}, in {prefix}.bin", flush=True)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -8,9 +8,9 @@ both are written.
 import json
 import os
 import pathlib
+import sys
 from typing import Any
 
-from absl import logging
 from ml_collections import ConfigDict
 
 from jaxpretrain import config as config_lib
@@ -60,7 +60,7 @@ def read(folder: pathlib.Path) -> tuple[str, ConfigDict]:
             raise hf.refused(key, hf.get(key), [value])
     dropouts = {key: hf.get(key) for key in _DROPOUTS if hf.get(key)}
     if dropouts:
-        logging.warning("%s: %s ignored: there is no dropout here", hf.file, dropouts)
+        print(f"warning: {hf.file}: {dropouts} ignored: there is no dropout here", file=sys.stderr)
     config = config_lib.default()
     {"gpt_neox": _from_gpt_neox, "gpt2": _from_gpt2, "llama": _from_llama}[family](hf, config)
     config.model.init = family

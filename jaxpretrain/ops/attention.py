@@ -151,7 +151,8 @@ def _head_dim_refusal(case: _Case, largest: int, multiple: int) -> str | None:
 
 
 def _is_before_ampere(device_kind: str) -> bool:
-    return re.search(r"\b(K80|P4|P40|P100|T4|V100|GTX|TITAN|Quadro|RTX 20\d\d)\b", device_kind) is not None
+    old = r"K\d\d|M\d\d?|P\d+|T4|T\d00|T\d{4}|V100|GTX|MX\d+|TITAN|Quadro|RTX 20[5-8]0"  # not "RTX 2000 Ada"
+    return re.search(rf"\b({old})\b", device_kind) is not None
 
 
 def _is_hopper(device_kind: str) -> bool:
