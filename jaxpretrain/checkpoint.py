@@ -1,6 +1,6 @@
 """Checkpoints of a work directory: asynchronous, atomic, restored onto any mesh. Orbax is used here alone.
 
-    WORKDIR/checkpoints/STEP/{state,config}   a directory that exists under its final name is complete
+WORKDIR/checkpoints/STEP/{state,config,progress}   a directory that exists under its final name is complete
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 from jaxpretrain import config as config_lib
-from jaxpretrain.cli import is_out_of_memory
+from jaxpretrain.errors import is_out_of_memory
 from jaxpretrain.step import TrainState
 
 
@@ -32,12 +32,12 @@ class Checkpoints:
     """
 
     def __init__(self, workdir: str | pathlib.Path, config: ConfigDict):
-        """`config`, as it is when a checkpoint is saved, is saved along."""
+        """`config`, as it is when a checkpoint is saved, is saved along; so is `progress`, a dict of JSON types."""
         c = config.checkpoint
         policies = [LatestN(c.keep_last), CustomSteps(list(c.at_steps))]
         if c.keep_every:
             policies.append(EveryNSteps(c.keep_every))
-        self._config, self._folder = config, _folder(workdir)
+        self._config, self._folder, self.progress = config, _folder(workdir), {}
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
@@ -49,6 +49,10 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint."""
         return self._manager.latest_step()
+
+    def read(self, step: int) -> tuple[ConfigDict, dict[str, Any]]:
+        """The config and the progress saved at `step`."""
+        return _read(self._manager, step)
 
     def restore(self, step: int, state: TrainState) -> TrainState:
         """The state saved at `step`, laid out as the abstract `state` says, whatever layout it was saved in."""
@@ -62,7 +66,11 @@ class Checkpoints:
         with self._writing():
             self._manager.save(
                 step,
-                args=ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(config)),
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state),
+                    config=ocp.args.JsonSave(config),
+                    progress=ocp.args.JsonSave(self.progress),
+                ),
                 force=True,
             )
 
@@ -94,10 +102,14 @@ class Checkpoints:
             ) from error
 
 
-def restore_state(workdir: str, state: TrainState) -> TrainState:
-    """The newest state of another run, laid out as the abstract `state`. Raises ValueError if none fits it."""
+def restore_state(workdir: str, state: TrainState) -> tuple[TrainState, ConfigDict]:
+    """The newest state of another run, laid out as the abstract `state`, and its config.
+
+    Raises ValueError if none fits it.
+    """
     with _reader(workdir) as manager:
-        return _restore_state(manager, _newest(manager, workdir), state)
+        step = _newest(manager, workdir)
+        return _restore_state(manager, step, state), _read(manager, step)[0]
 
 
 def restore_params(workdir: str, step: int | None = None, like: Any = None) -> tuple[Any, ConfigDict]:
@@ -111,8 +123,8 @@ def restore_params(workdir: str, step: int | None = None, like: Any = None) -> t
             step = _newest(manager, workdir)
         elif step not in manager.all_steps():
             raise ValueError(f"{workdir} has no checkpoint of step {step}; it has {sorted(manager.all_steps())}")
+        config, _ = _read(manager, step)
         with _reading(manager, step):
-            config = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore())).config
             saved = _saved_tree(manager, step)["params"]
         if like is None:
             cpu = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -127,7 +139,14 @@ def restore_params(workdir: str, step: int | None = None, like: Any = None) -> t
                     partial_restore=True,
                 ),
             )
-    return restored["params"], config_lib.from_json(json.dumps(config))
+    return restored["params"], config
+
+
+def _read(manager: ocp.CheckpointManager, step: int) -> tuple[ConfigDict, dict[str, Any]]:
+    items = ocp.args.Composite(config=ocp.args.JsonRestore(), progress=ocp.args.JsonRestore())
+    with _reading(manager, step):
+        saved = manager.restore(step, args=items)
+        return config_lib.from_json(json.dumps(saved.config)), saved.progress
 
 
 def _restore_state(manager: ocp.CheckpointManager, step: int, state: TrainState) -> TrainState:
@@ -191,8 +210,8 @@ def _check_shapes(saved: Any, like: Any, workdir: Any) -> None:
     for path in sorted(old.keys() | new.keys()):
         if old.get(path) != new.get(path):
             raise ValueError(
-                f"{workdir} is a run of another model or optimizer: {path} is {old.get(path, 'absent')} there, "
-                f"{new.get(path, 'absent')} here; use its model.* and optimizer.* keys"
+                f"{workdir} is a run of another model, optimizer or precision: {path} is {old.get(path, 'absent')} "
+                f"there, {new.get(path, 'absent')} here; use its model, optimizer and precision keys"
             )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from ml_collections import ConfigDict
 
 from jaxpretrain import config as config_lib
+from jaxpretrain.errors import explain
 from jaxpretrain.signals import EXIT_INTERRUPTED
 
 EXIT_DONE, EXIT_ERROR, EXIT_STOPPED = 0, 1, 75
@@ -68,26 +69,3 @@ def run(main: Callable[[list[str]], int]) -> None:
             traceback.print_exc()
         print(f"error: {explain(error)}", file=sys.stderr)
         sys.exit(EXIT_ERROR)
-
-
-def explain(error: Exception) -> str:
-    """One line for the user: what happened and, where it is known, what to change."""
-    text = " ".join(str(error).split())
-    if isinstance(error, ValueError) and type(error) is ValueError:
-        return text
-    if is_out_of_memory(error):
-        return (
-            "out of memory: lower micro_batch_size, or set parallel.remat=full, or parallel.strategy=fsdp on several "
-            f"devices ({text[:300]})"
-        )
-    if isinstance(error, OSError):
-        return text
-    return f"{type(error).__name__}: {text[:500]} (--debug shows where)"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host ran out of memory, in any of the wordings of XLA, CUDA, TPUs and Python."""
-    text = str(error).lower()
-    words = ("resource_exhausted", "out of memory", "exceeds available hbm", "failed to allocate", "bad_alloc")
-    full_disk = "os_error_code" in text  # TensorStore calls that RESOURCE_EXHAUSTED too
-    return isinstance(error, MemoryError) or (not full_disk and any(word in text for word in words))

@@ -34,7 +34,18 @@ from jaxpretrain.schema import (
     default,
 )
 
-__all__ = ["check", "check_resume", "data_sources", "default", "from_json", "load", "override", "parse_arg", "to_json"]
+__all__ = [
+    "check",
+    "check_resume",
+    "data_sources",
+    "default",
+    "differences",
+    "from_json",
+    "load",
+    "override",
+    "parse_arg",
+    "to_json",
+]
 
 
 def flatten(config: Mapping, prefix: str = "") -> dict[str, Any]:
@@ -336,20 +347,24 @@ def from_json(text: str) -> ConfigDict:
     return config
 
 
+def differences(saved: ConfigDict, config: ConfigDict) -> dict[str, str]:
+    """What `config` changes of the experiment of `saved`: key -> the change in words."""
+    old, new = flatten(saved), flatten(config)
+    return {
+        key: f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and key.split(".")[0] not in FREE_ON_RESUME
+    }
+
+
 def check_resume(saved: ConfigDict, config: ConfigDict) -> None:
     """Raises ValueError, with the differences, if `config` changes what a run that has begun may not change."""
-    old, new = flatten(saved), flatten(config)
-    refused = []
-    for key in sorted(old.keys() | new.keys()):
-        before, now = old.get(key), new.get(key)
-        if before == now or key.split(".")[0] in FREE_ON_RESUME:
-            continue
-        independent = config.schedule.name == "constant" or config.schedule.decay_steps > 0
-        if key == "steps" and now > before and independent:
-            continue
-        refused.append(f"{key} was {before!r}, now {now!r}")
+    refused = differences(saved, config)
+    independent = config.schedule.name == "constant" or config.schedule.decay_steps > 0
+    if independent and config.steps > saved.steps:
+        refused.pop("steps", None)
     if refused:
         raise ValueError(
-            f"cannot resume with another experiment: {'; '.join(refused)}; "
+            f"cannot resume with another experiment: {'; '.join(refused.values())}; "
             "use a new --workdir (checkpoint.init_from takes the weights along) or the old values"
         )

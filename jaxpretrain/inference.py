@@ -7,12 +7,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpretrain import config as config_lib
-from jaxpretrain import train
+from jaxpretrain import evaluation
 from jaxpretrain.data.dataset import make_dataset
 from jaxpretrain.data.tokenizer import load_tokenizer
 from jaxpretrain.interop import huggingface, huggingface_config
+from jaxpretrain.interop.weights import load_params
+from jaxpretrain.micro_batch import guess_micro_batch_size
 from jaxpretrain.parallel.mesh import make_mesh, num_data_shards
-from jaxpretrain.parallel.micro_batch import guess_micro_batch_size
 from jaxpretrain.step import TrainStep, make_train_step
 
 NUM_SAMPLED_TOKENS = 200
@@ -62,9 +63,8 @@ def evaluate(config: ConfigDict, source: str) -> str:
     """Loss on the validation split of `config`, in words."""
     validation = make_dataset(config, "valid")
     train_step = _step(config)
-    loss, num_tokens = train.evaluate(
-        train_step, train.load_params(source, config, train_step), validation, config.eval.max_tokens
-    )
+    params = load_params(source, config, train_step.state.params)
+    loss, num_tokens = evaluation.evaluate(train_step, params, validation, config.eval.max_tokens)
     return f"valid loss {loss:.4f} nats per token over {num_tokens:,} tokens of {source}"
 
 
@@ -75,7 +75,7 @@ def sample(config: ConfigDict, source: str, prompt: str) -> Iterator[str]:
     if len(tokens) >= config.seq_len:
         raise ValueError(f"--prompt has {len(tokens)} tokens; the model sees {config.seq_len}: shorten it")
     train_step = _step(config)
-    params = train.load_params(source, config, train_step)
+    params = load_params(source, config, train_step.state.params)
     random = np.random.default_rng(config.seed)
     shown = ""
     for _ in range(NUM_SAMPLED_TOKENS + 1):

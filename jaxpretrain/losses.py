@@ -87,7 +87,10 @@ def _matmul_f32(hidden_NxD: jax.Array, weight_VxD: jax.Array) -> jax.Array:
         return contract(hidden_NxD, weight_VxD)
     # CPUs have no float16 product with a float32 sum.
     return jax.lax.platform_dependent(
-        hidden_NxD, weight_VxD, default=contract, cpu=lambda h, w: contract(h.astype(jnp.float32), w.astype(jnp.float32))
+        hidden_NxD,
+        weight_VxD,
+        default=contract,
+        cpu=lambda h, w: contract(h.astype(jnp.float32), w.astype(jnp.float32)),
     )
 
 

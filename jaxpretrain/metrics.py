@@ -177,13 +177,6 @@ class MetricsLog:
         also = "".join(f"  {key} {_text(value)}" for key, value in more.items())
         self.print(f"step {step}  {split} loss {float(loss):.4f}{also}")
 
-    def has_evaluation(self, step: int, split: str = "valid") -> bool:
-        """Whether the file holds an evaluation of `step`; True on processes that do not write."""
-        if not self._writes:
-            return True
-        with open(self._workdir / "metrics.jsonl", encoding="utf-8") as file:
-            return any(line["step"] == step and line["split"] == split for line in map(json.loads, file))
-
     def restart_clock(self, step: int, now: float) -> None:
         """`StepTimer.restart`, after evaluation, a save or anything else that is not training."""
         if self._writes:
@@ -198,10 +191,13 @@ class MetricsLog:
         """Prints a line above the progress line; on process 0 only."""
         if not self._writes:
             return
-        if self._progress:
-            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=self._out, flush=True)
+        try:
+            if self._progress:
+                self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(text, file=self._out, flush=True)
+        except BrokenPipeError:  # `| head` has seen enough: the run goes on
+            self._progress, self._out = None, open(os.devnull, "w")
 
     def close(self) -> None:
         """Ends the progress line and the loggers; waits for a slow one a while, then says so."""
@@ -261,6 +257,15 @@ class MetricsLog:
             self._progress.update(self._task, description=text)
         else:
             self.print(text)
+
+
+def has_evaluation(workdir: str | os.PathLike, step: int, split: str = "valid") -> bool:
+    """Whether metrics.jsonl holds an evaluation of `step`."""
+    path = pathlib.Path(workdir) / "metrics.jsonl"
+    if not path.exists():
+        return False
+    with open(path, encoding="utf-8") as file:
+        return any(line["step"] == step and line["split"] == split for line in map(json.loads, file))
 
 
 def truncate_after(path: str | os.PathLike, step: int) -> None:

@@ -21,7 +21,7 @@ from jaxpretrain.models.parameter import infos
 from jaxpretrain.ops import attention
 from jaxpretrain.optim.factory import make_optimizer
 from jaxpretrain.optim.schedules import make_schedule
-from jaxpretrain.parallel.mesh import DATA_AXES, batch_sharding, num_data_shards
+from jaxpretrain.parallel.mesh import DATA_AXES, batch_sharding, num_data_shards, rows_per_shard
 from jaxpretrain.parallel.remat import wrap_block
 from jaxpretrain.parallel.strategies import Strategy, make_strategy
 
@@ -40,6 +40,7 @@ class TrainState:
     bad_steps: jax.Array  # int32: how many in a row up to now; float16 overflows do not count
     loss_scale: jax.Array | None  # float32, float16 only: what the loss is multiplied by
     good_steps: jax.Array | None  # int32, float16 only: finite steps since loss_scale last changed
+    overflows: jax.Array | None  # int32, float16 only: how many of `skipped` a smaller loss_scale answered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,22 +65,17 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
     """Builds the step of a checked config, whose micro_batch_size is resolved, on a mesh from `make_mesh`.
 
     The metrics of a step are scalars: loss (nats per valid token, before the update), grad_norm (before
-    clipping), learning_rate, num_tokens (valid targets), skipped, bad_steps and, in float16, loss_scale.
+    clipping), learning_rate, num_tokens (valid targets), skipped, bad_steps and, in float16, loss_scale and overflows.
     """
     num_shards, micro_batch_size = num_data_shards(mesh), config.micro_batch_size
-    if config.batch_size % num_shards:
+    num_rows = rows_per_shard(config.batch_size, mesh)
+    if num_rows % micro_batch_size:
+        divisor = next(d for d in range(min(num_rows, micro_batch_size), 0, -1) if num_rows % d == 0)
         raise ValueError(
-            f"batch_size={config.batch_size} does not divide over {num_shards} devices; "
-            f"try {-(-config.batch_size // num_shards) * num_shards}"
-        )
-    rows_per_shard = config.batch_size // num_shards
-    if rows_per_shard % micro_batch_size:
-        divisor = next(d for d in range(min(rows_per_shard, micro_batch_size), 0, -1) if rows_per_shard % d == 0)
-        raise ValueError(
-            f"micro_batch_size={micro_batch_size} does not divide the {rows_per_shard} sequences of each device "
+            f"micro_batch_size={micro_batch_size} does not divide the {num_rows} sequences of each device "
             f"(batch_size={config.batch_size} over {num_shards}); try {divisor}"
         )
-    num_micro_batches = rows_per_shard // micro_batch_size
+    num_micro_batches = num_rows // micro_batch_size
     num_micro_tokens = micro_batch_size * config.seq_len
     compute_dtype = jnp.dtype(config.precision.compute)
     is_float16 = compute_dtype == jnp.float16
@@ -136,9 +132,10 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
                 return loss * scale, (loss, num_tokens)
 
             gradients, (loss, num_tokens) = jax.grad(scaled_loss, has_aux=True)(compute_params)
-            # Without the barrier XLA for TPUs (libtpu 0.0.42) tries to move fsdp's reduce-scatters out of this loop,
-            # where they would need whole gradients, and fails on its own check.
-            gradients = jax.lax.optimization_barrier(gradients)
+            if device.platform == "tpu":
+                # Without it XLA (libtpu 0.0.42) tries to move fsdp's reduce-scatters out of this loop, where they
+                # would need whole gradients, and fails on its own check.
+                gradients = jax.lax.optimization_barrier(gradients)
             new = jax.tree.map(lambda g: g.astype(jnp.float32), gradients), loss, num_tokens
             return jax.tree.map(jnp.add, sums, new), None
 
@@ -188,7 +185,7 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         )
         metrics |= dict(skipped=state.skipped, bad_steps=state.bad_steps)
         if is_float16:
-            metrics["loss_scale"] = state.loss_scale
+            metrics |= dict(loss_scale=state.loss_scale, overflows=state.overflows)
         return state, metrics
 
     def init() -> TrainState:
@@ -203,6 +200,7 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
             bad_steps=zero,
             loss_scale=jnp.float32(config.precision.initial_loss_scale) if is_float16 else None,
             good_steps=zero if is_float16 else None,
+            overflows=zero if is_float16 else None,
         )
 
     def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -259,4 +257,5 @@ def _count(state: TrainState, finite: jax.Array, loss_is_finite: jax.Array, conf
         bad_steps=jnp.where(finite, 0, state.bad_steps + (~overflow)),
         loss_scale=jnp.where(grow, loss_scale * 2, loss_scale),
         good_steps=jnp.where(grow, 0, good_steps),
+        overflows=state.overflows + overflow,
     )

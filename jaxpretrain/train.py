@@ -1,27 +1,31 @@
 """The training loop, read top to bottom."""
 
 import collections
-import math
+import contextlib
+import fcntl
 import os
 import pathlib
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpretrain import config as config_lib
-from jaxpretrain.checkpoint import Checkpoints, restore_params, restore_state
+from jaxpretrain import hardware
+from jaxpretrain.checkpoint import Checkpoints, restore_state
 from jaxpretrain.data.dataset import Dataset, make_dataset
 from jaxpretrain.data.loader import Loader
-from jaxpretrain.data.ngrams import MAX_TRAIN_TOKENS, held_out_entropies
-from jaxpretrain.interop import huggingface, huggingface_config
-from jaxpretrain.metrics import MetricsLog
-from jaxpretrain.parallel.mesh import make_mesh, num_data_shards
-from jaxpretrain.parallel.micro_batch import make_fitting_step
+from jaxpretrain.evaluation import evaluate, ngram_baseline, own_rows, place
+from jaxpretrain.interop import huggingface_config
+from jaxpretrain.interop.weights import load_params
+from jaxpretrain.metrics import MetricsLog, has_evaluation
+from jaxpretrain.micro_batch import make_fitting_step
+from jaxpretrain.parallel.mesh import make_mesh, rows_per_shard
 from jaxpretrain.signals import StopSignal
-from jaxpretrain.step import Batch, TrainStep
+from jaxpretrain.step import TrainStep
 
 
 def train(config: ConfigDict, workdir: str, stop: StopSignal) -> bool:
@@ -29,60 +33,81 @@ def train(config: ConfigDict, workdir: str, stop: StopSignal) -> bool:
 
     Raises ValueError for what the user can mend; whatever ends a run that has begun, its state is saved first.
     """
-    # --- Work directory: the config of a run that has begun is part of the experiment.
-    workdir = prepare_workdir(workdir)
-    saved = workdir / "config.json"
+    if jax.process_count() > 1:
+        raise ValueError(f"{jax.process_count()} hosts: training runs on the devices of one host so far")
+    with _own(workdir) as folder:
+        return _train(config, folder, stop)
+
+
+def _train(config: ConfigDict, workdir: pathlib.Path, stop: StopSignal) -> bool:
+    # --- What the work directory holds: the config of a run that has begun is part of the experiment.
     checkpoints = Checkpoints(workdir, config)
     last_step = checkpoints.latest()
     if last_step is not None:
-        old = config_lib.from_json(saved.read_text())
+        old, progress = checkpoints.read(last_step)
         config_lib.check_resume(old, config)
 
-    # --- Data: what can be wrong with it is said before the model is compiled.
+    # --- Mesh and data: what can be wrong with them is said before the model is compiled.
+    mesh = make_mesh(config.parallel.strategy)
+    num_rows = rows_per_shard(config.batch_size, mesh)
     dataset = make_dataset(config, "train")
     validation = make_dataset(config, "valid") if config.eval.every >= 0 else None
+    if last_step is not None and progress.get("data", dataset.sizes) != dataset.sizes:
+        raise ValueError(
+            f"the data is not what this run began with: rows and tokens per source were {progress['data']}, now "
+            f"{dataset.sizes}; another order would follow: bring the same data back, or use a new --workdir"
+        )
+    checkpoints.progress = {"data": dataset.sizes}
+    baseline = ngram_baseline(dataset, validation, config) if config.eval.ngrams else None
 
-    # --- Mesh and step. `auto` becomes the micro-batch that fits, confirmed by the compiler.
-    mesh = make_mesh(config.parallel.strategy)
+    # --- Step. `auto` becomes the micro-batch that fits, confirmed by the compiler.
     if last_step is not None and config.micro_batch_size == "auto":
-        if config.batch_size % (num_data_shards(mesh) * old.micro_batch_size) == 0:  # else: on other devices now
+        if num_rows % old.micro_batch_size == 0:  # else: on other devices now
             config.micro_batch_size = old.micro_batch_size
     train_step, step_function = make_fitting_step(config, mesh)
     if stop.requested:
         return False  # nothing is computed yet that a checkpoint does not hold
-    _write_atomically(saved, config_lib.to_json(config))
+    _write_atomically(workdir / "config.json", config_lib.to_json(config))
 
     # --- State, in this order: own checkpoint, resume_from, init_from, scratch.
     if last_step is not None:
         state, origin = checkpoints.restore(last_step, train_step.state), f"resumed at step {last_step}"
     elif config.checkpoint.resume_from:
-        state = restore_state(config.checkpoint.resume_from, train_step.state)
+        state, parent = restore_state(config.checkpoint.resume_from, train_step.state)
         origin = f"resumed {config.checkpoint.resume_from} at step {int(state.step)}"
+        if changed := config_lib.differences(parent, config):
+            origin += f" ({'; '.join(changed.values())})"
     else:
         state, origin = train_step.init(), "started from scratch"
         if config.checkpoint.init_from:
-            state.params = load_params(config.checkpoint.init_from, config, train_step)
+            state.params = None  # not both in memory
+            state.params = load_params(config.checkpoint.init_from, config, train_step.state.params)
             origin = f"started from the weights of {config.checkpoint.init_from}"
-    first_step = int(state.step)
+    step = int(state.step)
 
     # --- Logs.
-    device = mesh.devices.flat[0]
     log = MetricsLog(
         workdir,
         config,
-        device_kind=device.device_kind,
+        device_kind=mesh.devices.flat[0].device_kind,
         num_devices=mesh.size,
         resumed_at=last_step,
         process_index=jax.process_index(),
     )
-    log.print(describe(config, train_step, origin))
-    if config.eval.ngrams:
-        log.print(ngram_baseline(dataset, validation, config, train_step))
+    log.print(describe(config, train_step, dataset, origin))
+    if baseline:
+        log.print(baseline)
 
     # --- Loop. Step n is dispatched, then the metrics of step n - 1 are read while it runs.
-    rows = _own_rows(config.batch_size)
-    loader = Loader(dataset, lambda batch: place(batch, train_step), first_step, config.steps, rows)
-    step, unread, divergence, last_saved = first_step, collections.deque(), None, time.monotonic()
+    loader = Loader(
+        dataset,
+        lambda batch: place(batch, train_step),
+        step,
+        config.steps,
+        own_rows(config.batch_size),
+        interrupted=lambda: stop.requested,
+    )
+    unread, divergence, last_saved = collections.deque(), None, time.monotonic()
 
     def read_metrics(leave: int = 0) -> None:
         nonlocal divergence
@@ -101,10 +126,14 @@ def train(config: ConfigDict, workdir: str, stop: StopSignal) -> bool:
     try:
         if step == 0 and 0 in config.checkpoint.at_steps:
             checkpoints.save(0, state)
-        if validation and step > 0 and _due(step, config.eval.every, config.steps) and not log.has_evaluation(step):
-            evaluate_and_log(train_step, state.params, validation, config, log, step, stop)  # cut short by the stop
+        if validation and step > 0 and _due(step, config.eval.every, config.steps):
+            if not has_evaluation(workdir, step):  # cut short by the stop
+                evaluate_and_log(train_step, state.params, validation, config, log, step, stop)
         while step < config.steps and not stop.requested and divergence is None:
-            state, metrics = step_function(state, next(loader))
+            batch = next(loader, None)
+            if batch is None:
+                break  # stopped while it waited for input
+            state, metrics = step_function(state, batch)
             step += 1
             checkpoints.check()
             unread.append((step, metrics))
@@ -124,39 +153,17 @@ def train(config: ConfigDict, workdir: str, stop: StopSignal) -> bool:
                 log.restart_clock(step, time.perf_counter())
     finally:
         # Reached by the end, a signal or an error alike: nothing that was computed is lost.
-        loader.close()
-        try:
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(loader.close)
+            cleanup.callback(log.close)
+            cleanup.callback(checkpoints.close)
             if not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):  # donated to a step that failed
+                cleanup.callback(checkpoints.save, step, state)  # also if the log cannot be written
                 read_metrics()
                 log.sync()
-                checkpoints.save(step, state)
-        finally:
-            checkpoints.close()
-            log.close()
     if divergence:
         raise ValueError(divergence)
     return not stop.requested
-
-
-def evaluate(
-    train_step: TrainStep, params: Any, validation: Dataset, max_tokens: int = 0, stop: StopSignal | None = None
-) -> tuple[float, int] | None:
-    """Mean loss, nats per token, over the validation split or its first `max_tokens`, and the number of tokens.
-
-    Every token counts once: rows are padded to whole batches and the padding is masked. None if `stop` came.
-    """
-    batch_size = train_step.eval_batch_size
-    rows = _own_rows(batch_size)
-    sums = []
-    for i in range(_num_eval_batches(validation, batch_size, max_tokens)):
-        if stop and stop.requested:
-            return None
-        batch = place(validation.eval_batch(i, batch_size, rows), train_step)
-        sums.append(train_step.evaluate(params, batch))
-        if i >= 2:  # two batches in flight: the host does not run ahead and fill the device's memory
-            jax.block_until_ready(sums[i - 2])
-    losses, counts = np.array(jax.device_get(sums), np.float64).T
-    return float(losses.sum() / counts.sum()), int(counts.sum())
 
 
 def evaluate_and_log(
@@ -173,62 +180,37 @@ def evaluate_and_log(
         log.record_eval(step, "valid", result[0], eval_tokens=result[1])
 
 
-def ngram_baseline(train: Dataset, validation: Dataset, config: ConfigDict, train_step: TrainStep) -> str:
-    """Unigram and bigram entropies of the tokens that `evaluate` sees, counted on the first epoch of training."""
-    size = train_step.eval_batch_size
-    num_batches = _num_eval_batches(validation, size, config.eval.max_tokens)
-    valid = [validation.eval_batch(i, size) for i in range(num_batches)]
-    valid = np.concatenate([batch["tokens"][batch["segment_ids"] > 0] for batch in valid])
-    num_steps = max(1, min(train.num_rows, MAX_TRAIN_TOKENS // config.seq_len) // config.batch_size)
-    counted = np.concatenate([train.batch(step)["tokens"].ravel() for step in range(num_steps)])
-    unigram, bigram = held_out_entropies(counted, valid, config.model.vocab_size)
-    return f"held-out entropy, nats per token: unigram {unigram:.4f}, bigram {bigram:.4f}"
-
-
-def _num_eval_batches(validation: Dataset, batch_size: int, max_tokens: int) -> int:
-    num_batches = validation.num_batches(batch_size)
-    return min(num_batches, math.ceil(max_tokens / (batch_size * validation.seq_len))) if max_tokens else num_batches
-
-
-def _own_rows(batch_size: int) -> slice:
-    """The rows of a global batch that this host reads."""
-    per_host = batch_size // jax.process_count()
-    return slice(jax.process_index() * per_host, (jax.process_index() + 1) * per_host)
-
-
-def place(batch: dict[str, np.ndarray], train_step: TrainStep) -> Batch:
-    """This host's rows of a batch -> the global array on the mesh's devices."""
-    sharding = train_step.batch["tokens"].sharding
-    return {key: jax.make_array_from_process_local_data(sharding, rows) for key, rows in batch.items()}
-
-
-def load_params(source: str, config: ConfigDict, train_step: TrainStep) -> Any:
-    """The weights of a work directory or a Hugging Face folder, laid out for `train_step`."""
-    if huggingface_config.is_folder(source):
-        return huggingface.load_params(source, config, like=train_step.state.params)
-    return restore_params(source, like=train_step.state.params)[0]
-
-
-def describe(config: ConfigDict, train_step: TrainStep, origin: str) -> str:
+def describe(config: ConfigDict, train_step: TrainStep, dataset: Dataset, origin: str) -> str:
     """What is about to run, in a few lines."""
-    mesh = train_step.mesh
-    num_params = sum(param.size for param in jax.tree.leaves(train_step.state.params))
-    device_kind = mesh.devices.flat[0].device_kind
+    mesh, params = train_step.mesh, train_step.state.params
+    device_kind, compute = mesh.devices.flat[0].device_kind, config.precision.compute
     lines = [
-        f"{origin}; {num_params:,} parameters, {config.precision.compute}, {mesh.size} x {device_kind}, "
-        f"{config.parallel.strategy}",
+        f"{origin}; {sum(param.size for param in jax.tree.leaves(params)):,} parameters, {compute}, "
+        f"{mesh.size} x {device_kind}, {config.parallel.strategy}",
         f"batch: {config.batch_size} x {config.seq_len} tokens = {mesh.size} devices x {train_step.num_micro_batches} "
         f"accumulation steps x {config.micro_batch_size} sequences",
+        f"data: {dataset.num_tokens:,} tokens, {config.steps * config.batch_size / dataset.num_rows:.2f} epochs",
         train_step.attention.why,
     ]
-    unsharded = train_step.strategy.unsharded()
-    if unsharded:
-        lines.append(f"held whole by every device, as no dim divides by {mesh.shape['fsdp']}: {', '.join(unsharded)}")
+    if whole := train_step.strategy.unsharded(params):
+        sizes = ", ".join(f"{path} ({size:,} bytes)" for path, size in whole.items())
+        lines.append(f"held whole by every device, as no dim divides by {mesh.shape['fsdp']}: {sizes}")
+    accelerator = hardware.find(device_kind)
+    if accelerator and accelerator.peak_flops(compute, config.precision.matmul) is None:
+        lines.append(
+            f"warning: a {accelerator.name} has no matrix units for {compute} and will be slow; see precision.compute"
+        )
     return "\n".join(lines)
 
 
-def prepare_workdir(workdir: str) -> pathlib.Path:
-    """Creates the directory and tries to write in it. Raises ValueError if either fails or it holds a model."""
+@contextlib.contextmanager
+def _own(workdir: str) -> Iterator[pathlib.Path]:
+    """The work directory, created, tried by writing in it, and locked against a second process.
+
+    Raises ValueError if any of these fails or it holds a Hugging Face model.
+    """
+    if "://" in workdir:
+        raise ValueError(f"--workdir={workdir} is not a local directory: name one, on a disk that all restarts see")
     path = pathlib.Path(workdir)
     if huggingface_config.is_folder(path):  # its config.json would be overwritten
         raise ValueError(
@@ -236,12 +218,17 @@ def prepare_workdir(workdir: str) -> pathlib.Path:
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        lock = open(path / ".lock", "w")
     except OSError as error:
         raise ValueError(f"--workdir={workdir} cannot be written: {error.strerror}; choose another") from error
-    return path
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--workdir={workdir} is in use by another process; wait for it or stop it") from None
+        except OSError as error:  # a file system without locks
+            print(f"warning: {workdir} cannot be locked ({error.strerror}); start one process there", file=sys.stderr)
+        yield path
 
 
 def _write_atomically(path: pathlib.Path, text: str) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints between layouts, beside a running step, and their memory."""
 
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -66,14 +67,14 @@ def test_restored_on_another_layout_and_back(saved, tmp_path, strategy, num_devi
     workdir, expected = saved
     config = make_config(strategy)
     abstract = make_step(config, num_devices).state
-    state = restore_state(str(workdir), abstract)
+    state, _ = restore_state(str(workdir), abstract)
     assert_equal(expected, on_host(state))
     jax.tree.map(lambda x, like: x.sharding.is_equivalent_to(like.sharding, x.ndim) or pytest.fail(), state, abstract)
 
     checkpoints = Checkpoints(tmp_path, config)
     checkpoints.save(2, state)
     checkpoints.close()
-    assert_equal(expected, on_host(restore_state(str(tmp_path), make_step(make_config(), 8).state)))
+    assert_equal(expected, on_host(restore_state(str(tmp_path), make_step(make_config(), 8).state)[0]))
 
 
 def test_restore_params(saved):
@@ -151,6 +152,23 @@ def test_saving_again_does_nothing(tmp_path):
     checkpoints.close()
 
 
+def test_a_save_that_fails(tmp_path):
+    """Its directory is lost after the first one: the next save, or `close` at the latest, says so.
+
+    Seen to fail with a `close` that does not ask how the last write ended.
+    """
+    config = make_config()
+    state = make_step(config, 1).init()
+    checkpoints = Checkpoints(tmp_path, config)
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(ValueError, match=f"could not be written to {tmp_path}/checkpoints: .*go on from step 1"):
+        checkpoints.save(2, state)
+        checkpoints.close()
+
+
 def test_memory_is_bounded_over_saves(tmp_path):
     """Twenty saves of 50 MB. Seen to fail with each saved state kept."""
     script = f"""
@@ -165,7 +183,7 @@ peaks = []
 for step in range(20):
     params = {{"w": jnp.full((50, 1 << 18), step, jnp.float32)}}
     zero = jnp.zeros((), jnp.int32)
-    checkpoints.save(step, TrainState(zero, params, {{}}, zero, zero, None, None))
+    checkpoints.save(step, TrainState(zero, params, {{}}, zero, zero, None, None, None))
     checkpoints.wait()
     peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 checkpoints.close()

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxpretrain import cli, inference, main, train
+from jaxpretrain import cli, evaluation, inference, main, train
 from jaxpretrain.checkpoint import restore_params
 from jaxpretrain.interop import huggingface
 
@@ -207,8 +207,8 @@ def hugging_face(folder, tmp_path_factory):
 
 @pytest.fixture
 def losses(monkeypatch):
-    """The losses that train.evaluate returns from now on, to the bit."""
-    losses, evaluate = [], train.evaluate
+    """The losses that evaluation.evaluate returns from now on, to the bit."""
+    losses, evaluate = [], evaluation.evaluate
 
     def spy(*args, **kwargs):
         result = evaluate(*args, **kwargs)

@@ -14,6 +14,7 @@ from jaxpretrain.step import make_train_step
 
 SEQ_LEN = 4608  # a number that no width or shard of the model is
 
+
 def compile_step(devices, attention: str = "auto", **more: str):
     overrides = [
         ("kernels.attention", attention),

@@ -70,7 +70,7 @@ def _import(args: argparse.Namespace) -> None:
     params = huggingface.load_params(args.folder, config)
     # The weights and nothing else: what trains on from them has an optimizer and data of its own.
     zero = jnp.zeros((), jnp.int32)
-    state = TrainState(zero, params, opt_state={}, skipped=zero, bad_steps=zero, loss_scale=None, good_steps=None)
+    state = TrainState(zero, params, {}, zero, zero, loss_scale=None, good_steps=None, overflows=None)
     unfinished = workdir.with_name(f"{workdir.name}.unfinished-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:

@@ -57,6 +57,11 @@ class Dataset:
         self.read_ahead = _REMOTE_READ_AHEAD if any(w.remote for w in windows) else 1
         self._eval_ends = np.cumsum([w.num_rows for w in windows])
 
+    @property
+    def sizes(self) -> list[list[int]]:
+        """Rows and targets of each source: as they are part of the order, a run must find the same when it resumes."""
+        return [[int(w.num_rows), int(w.num_tokens)] for w in self._windows]
+
     def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
         """The batch of optimizer step `step` (from 0). Raises ValueError for an id outside the vocabulary."""
         index = step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)[rows]

@@ -17,7 +17,8 @@ class Loader:
     """Iterates over `place(dataset.batch(step, rows))` for steps `start_step` ... `stop_step` - 1.
 
     A thread reads and places ahead; from remote files it reads `dataset.read_ahead` batches at once. What it raises
-    is raised where the batch is asked for. `seconds_waited`: the time that iteration has waited for a batch so far.
+    is raised where the batch is asked for; while `interrupted()` and no batch is there yet, the iteration ends.
+    `seconds_waited`: the time that iteration has waited for a batch so far.
     Use as a context manager or call `close()`, which joins the thread.
     """
 
@@ -28,9 +29,10 @@ class Loader:
         start_step: int,
         stop_step: int,
         rows: slice = slice(None),
+        interrupted: Callable[[], bool] = lambda: False,
     ):
         self.seconds_waited = 0.0
-        self._next, self._stop_step = start_step, stop_step
+        self._next, self._stop_step, self._interrupted = start_step, stop_step, interrupted
         self._placed: queue.Queue = queue.Queue(_PLACED_AHEAD)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(dataset, place, rows), name="loader", daemon=True)
@@ -43,7 +45,13 @@ class Loader:
         if self._next >= self._stop_step or self._closed.is_set():
             raise StopIteration
         start = time.perf_counter()
-        batch, error = self._placed.get()
+        while True:
+            try:
+                batch, error = self._placed.get(timeout=0.5)
+                break
+            except queue.Empty:
+                if self._interrupted():
+                    raise StopIteration from None
         self.seconds_waited += time.perf_counter() - start
         if error is not None:
             self.close()

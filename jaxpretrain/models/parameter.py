@@ -1,7 +1,7 @@
 """A parameter says what it is: the logical names of its axes and its role.
 
-Sharding, weight decay, optimizer blocks, initialisation and export are all derived from these two,
-never from the parameter's path.
+Sharding, weight decay, optimizer blocks and initialisation are derived from these two, never from the
+parameter's path.
 """
 
 import dataclasses

@@ -48,7 +48,7 @@ class Transformer(nnx.Module):
         segment_ids_BxT: jax.Array | None = None,
         *,
         attend: Attend,
-        wrap_block: Callable[[Block], Block] = lambda block: block,
+        wrap_block: Callable[[Block, str], Block] = lambda block, _: block,
         scan_layers: bool = True,
     ) -> jax.Array:
         """The normalised output of the last layer, [B, T, D]; `unembedding()` turns it into logits.
@@ -56,7 +56,7 @@ class Transformer(nnx.Module):
         Args:
           segment_ids_BxT: documents of a row, numbered from 1; attention and positions stay within each.
           attend: causal attention of q_BxTxHxK, k_BxTxGxK, v_BxTxGxK and segment_ids.
-          wrap_block: gathers and recomputes, see `parallel/`.
+          wrap_block: of a block and the name of its stack of layers; gathers and recomputes, see `parallel/`.
           scan_layers: False unrolls the loop over layers; same parameters, same result.
         """
         c = self.config
@@ -72,7 +72,7 @@ class Transformer(nnx.Module):
         def block(layer: dict, x_BxTxD: jax.Array) -> jax.Array:
             return nnx.merge(graphdef, layer)(x_BxTxD, rotary, lambda q, k, v: attend(q, k, v, segment_ids_BxT))
 
-        block = wrap_block(block)
+        block = wrap_block(block, "layers")
         x_BxTxD, _ = jax.lax.scan(
             lambda x, layer: (block(layer, x), None),
             x_BxTxD,

@@ -24,6 +24,17 @@ def num_data_shards(mesh: Mesh) -> int:
     return mesh.shape["replica"] * mesh.shape["fsdp"]
 
 
+def rows_per_shard(batch_size: int, mesh: Mesh) -> int:
+    """Sequences of a global batch on each data shard. Raises ValueError if they do not divide."""
+    num_shards = num_data_shards(mesh)
+    if batch_size % num_shards:
+        raise ValueError(
+            f"batch_size={batch_size} does not divide over {num_shards} devices; "
+            f"try {-(-batch_size // num_shards) * num_shards}"
+        )
+    return batch_size // num_shards
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows of a batch over all data axes."""
     return NamedSharding(mesh, PartitionSpec(DATA_AXES))

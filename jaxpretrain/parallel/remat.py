@@ -16,8 +16,9 @@ _RECOMPUTED = frozenset(
 )
 
 
-def wrap_block(strategy: Strategy, remat: str, scan_layers: bool) -> Callable[[Callable], Callable]:
-    """The transformation of `block(layer_params, x) -> x` that gathers its parameters and applies `parallel.remat`.
+def wrap_block(strategy: Strategy, remat: str, scan_layers: bool) -> Callable[[Callable, str], Callable]:
+    """The transformation of `block(layer_params, x) -> x`, and the name of its stack of layers among the parameters,
+    that gathers its parameters and applies `parallel.remat`.
 
     none: the results of matrix multiplications, attention and sums are kept, so none is computed twice; elementwise
       work is, and sharded parameters are gathered again.
@@ -25,9 +26,9 @@ def wrap_block(strategy: Strategy, remat: str, scan_layers: bool) -> Callable[[C
     """
     policy = jax.checkpoint_policies.nothing_saveable if remat == "full" else _keep_expensive
 
-    def wrap(block: Callable) -> Callable:
+    def wrap(block: Callable, stack: str) -> Callable:
         def gathered(layer, x):
-            return block(strategy.gather_layer(layer), x)
+            return block(strategy.gather_layer(layer, stack), x)
 
         # Within a scan the forward and the backward are separate loops: there is nothing to common up.
         return jax.checkpoint(gathered, policy=policy, prevent_cse=not scan_layers)

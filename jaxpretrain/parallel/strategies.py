@@ -4,7 +4,8 @@ Inside the step the data axes are manual (`jax.shard_map`), so a strategy is exa
 
   ddp   everything replicated; one `psum` of the accumulated gradients per optimizer step.
   fsdp  (ZeRO-3) masters, gradients and optimizer state sharded; the copy in compute precision is gathered
-        layer by layer, again in the backward, where the gather's transpose reduce-scatters the gradient.
+        layer by layer, again in the backward, where the gather's transpose reduce-scatters the gradient, in
+        compute precision (half the traffic; on CPUs in float32). The embeddings are gathered whole.
 """
 
 import dataclasses
@@ -29,31 +30,39 @@ class Strategy:
     mesh: Mesh
     specs: Any  # PartitionSpec of each stored parameter
     dtypes: Any  # dtype of the compute copy
+    stacked: Any  # whether the parameter holds all layers, along a leading dim that is scanned
 
     @property
     def shardings(self) -> Any:
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs, is_leaf=_is_spec)
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs)
 
-    def unsharded(self) -> list[str]:
-        """Paths of the parameters that every device of `fsdp` holds whole because none of their dims divides."""
+    def unsharded(self, params: Any) -> dict[str, int]:
+        """Path -> bytes of the parameters that every device of `fsdp` holds whole as none of their dims divides."""
         if self.mesh.shape["fsdp"] == 1:
-            return []
-        leaves = jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=_is_spec)
-        return [jax.tree_util.keystr(path, simple=True, separator=".") for path, spec in leaves if not any(spec)]
+            return {}
+        leaves = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(self.specs), strict=True)
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="."): param.size * param.dtype.itemsize
+            for (path, param), spec in leaves
+            if not any(spec)
+        }
 
     def compute_copy(self, params: Any) -> Any:
         """The parameters in compute precision, still laid out as stored: what is cast is what is gathered."""
         return jax.tree.map(lambda param, dtype: param.astype(dtype), params, self.dtypes)
 
     def gather(self, params: Any) -> Any:
-        """Inside shard_map: whole parameters, but for the stacked layers, which `gather_layer` brings one at a time."""
-        rest = {name: param for name, param in params.items() if name != "layers"}
-        specs = {name: spec for name, spec in self.specs.items() if name != "layers"}
-        return {"layers": params["layers"], **jax.tree.map(self._gather, rest, specs)}
+        """Inside shard_map: whole parameters, but for the stacked ones, which `gather_layer` brings one at a time."""
+        return jax.tree.map(
+            lambda param, spec, stacked: param if stacked else self._gather(param, spec),
+            params,
+            self.specs,
+            self.stacked,
+        )
 
-    def gather_layer(self, layer: Any) -> Any:
-        """Inside shard_map: the whole parameters of one layer, whose leading dim has been scanned away."""
-        return jax.tree.map(lambda param, spec: self._gather(param, spec[1:]), layer, self.specs["layers"])
+    def gather_layer(self, layer: Any, stack: str) -> Any:
+        """Inside shard_map: the whole parameters of one layer of `stack`, whose leading dim has been scanned away."""
+        return jax.tree.map(lambda param, spec: self._gather(param, spec[1:]), layer, self.specs[stack])
 
     def _gather(self, param: jax.Array, spec: Sequence[str | None]) -> jax.Array:
         if "fsdp" not in spec:
@@ -68,7 +77,8 @@ class Strategy:
         """Inside shard_map: sums over the data axes that the transposed gathers have not already summed over."""
 
         def reduce(gradient, spec):
-            return jax.lax.psum(gradient, tuple(axis for axis in DATA_AXES if axis not in spec))
+            axes = tuple(axis for axis in DATA_AXES if axis not in spec and self.mesh.shape[axis] > 1)
+            return jax.lax.psum(gradient, axes) if axes else gradient
 
         return jax.tree.map(reduce, gradients, self.specs)
 
@@ -81,6 +91,7 @@ def make_strategy(infos: dict, mesh: Mesh, compute_dtype: jnp.dtype) -> Strategy
         dtypes=jax.tree.map(
             lambda info: jnp.dtype(jnp.float32) if info.role in _FLOAT32_ROLES else jnp.dtype(compute_dtype), infos
         ),
+        stacked=jax.tree.map(lambda info: info.axes[0] == "layers", infos),
     )
 
 
@@ -91,7 +102,3 @@ def storage_spec(shape: tuple[int, ...], axes: tuple[str, ...], num_shards: int)
         return PartitionSpec(*[None] * len(shape))
     largest = max(dims, key=lambda d: shape[d])
     return PartitionSpec(*["fsdp" if d == largest else None for d in range(len(shape))])
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

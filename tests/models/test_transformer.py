@@ -116,7 +116,7 @@ def test_unrolled_equals_scanned(family):
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_remat_changes_nothing(family, remat):
-    """Fails if the block is recomputed from another input (tried: `gathered` doubling x)."""
+    """Fails if what is recomputed is not what was computed (tried: `gathered` scaling x)."""
     config, expected = family
     strategy = make_strategy(
         parameter.infos(transformer.build(config)), make_mesh("ddp", jax.devices()[:1]), jnp.float32

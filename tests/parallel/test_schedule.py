@@ -87,13 +87,17 @@ class Program:
 
 
 def _num_elements(shape: str) -> int:
-    """Of the largest array, or of all arrays, that a collective gives: `f32[2,3]{1,0}` or a tuple of such."""
-    sizes = [math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\w+\[([\d,]*)\]", shape)]
-    return sum(sizes)
+    """Of all arrays in `f32[2,3]{1,0}`, or a tuple of such; of `(inputs, outputs)`, what "start" gives, the outputs."""
+    shape = re.split(r"\), ?\(", shape)[-1]
+    return sum(math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\w+\[([\d,]*)\]", shape))
 
 
 def num_parameters(train_step) -> int:
     return sum(math.prod(p.shape) for p in jax.tree.leaves(train_step.state.params))
+
+
+def num_layer_parameters(train_step) -> int:
+    return sum(math.prod(p.shape[1:]) for p in jax.tree.leaves(train_step.state.params["layers"]))
 
 
 # --- ddp
@@ -121,7 +125,7 @@ def test_fsdp_gathers_one_layer_at_a_time_forward_and_backward():
     """Fails if the layers are gathered before the loop (tried: `strategy.gather` over all parameters)."""
     train_step, compiled = compile_step("fsdp", 4, 1)
     program = Program(compiled.as_text())
-    layer = sum(math.prod(p.shape[1:]) for p in jax.tree.leaves(train_step.state.params["layers"]))
+    layer = num_layer_parameters(train_step)
     kernels = 12 * 128 * 128
     gathering = program.loops_with("all-gather")
     forward = [loop for loop in gathering if not program.elements(loop, "reduce-scatter")]
@@ -153,7 +157,7 @@ def grad_jaxpr(remat_name: str | None, compute_dtype=jnp.bfloat16) -> str:
     config = make_config("ddp", 1, 1)
     mesh = make_mesh("ddp", jax.devices()[:1])
     strategy = make_strategy(infos(transformer.build(config)), mesh, compute_dtype)
-    wrap = remat.wrap_block(strategy, remat_name, True) if remat_name else (lambda block: block)
+    wrap = remat.wrap_block(strategy, remat_name, True) if remat_name else (lambda block, _: block)
     model = transformer.Transformer(config.model, 8, jax.random.key(0))
     graphdef, params = nnx.split(model)
     params = strategy.compute_copy(nnx.to_pure_dict(params))
@@ -210,9 +214,12 @@ def test_schedules_compiled_for_gpus(topology):
     train_step, four = compiled("fsdp", 4, 2)
     program = Program(four.as_text())
     kernels = 12 * 512 * 512
-    by_layer = [loop for loop in program.loops_with("all-gather") if program.elements(loop, "all-gather") >= kernels]
-    assert len(by_layer) == 2
-    assert [loop for loop in by_layer if program.elements(loop, "reduce-scatter")]
+    # XLA may fetch the first layer ahead of its loop, never more than one.
+    layer = num_layer_parameters(train_step)
+    gathered = {loop: program.elements(loop, "all-gather") for loop in program.loops}
+    assert len([n for n in gathered.values() if n >= kernels]) >= 2
+    assert max(gathered.values()) <= layer + num_parameters(train_step) - 4 * layer
+    assert sum(program.elements(loop, "reduce-scatter") for loop in program.loops) >= kernels // 4
     _, eight = compiled("fsdp", 8, 2)
     growth = (aot.memory(eight).temporaries - aot.memory(four).temporaries) / 4
     activations = 1024 * 2 * 512 * 9

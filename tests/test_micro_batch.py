@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxpretrain import config as config_lib
-from jaxpretrain.parallel import micro_batch
+from jaxpretrain import micro_batch
 from jaxpretrain.parallel.mesh import make_mesh
 
 _OUT_OF_MEMORY = [

@@ -8,8 +8,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxpretrain import hardware
-from jaxpretrain.cli import is_out_of_memory
+from jaxpretrain.errors import is_out_of_memory
 from jaxpretrain.parallel.mesh import num_data_shards
+from jaxpretrain.plan import flops
 from jaxpretrain.step import TrainStep, make_train_step
 
 _USABLE = 0.9  # of a device's memory; the rest is the runtime's and fragmentation's
@@ -53,7 +54,8 @@ def _candidates(config: ConfigDict, mesh: Mesh) -> list[int]:
     limit = device_memory(mesh.devices.flat[0])
     if limit is None:
         return [1]
-    fitting = [d for d in divisors if d * _activation_bytes_per_sequence(config) < _USABLE * limit]
+    free = _USABLE * limit - _state_bytes(config, mesh)
+    fitting = [d for d in divisors if d * _activation_bytes_per_sequence(config) < free]
     return fitting or [1]
 
 
@@ -66,6 +68,12 @@ def device_memory(device: jax.Device) -> int | None:
     stats = device.memory_stats() or {}
     accelerator = hardware.find(device.device_kind)
     return stats.get("bytes_limit") or (accelerator and accelerator.memory_bytes)
+
+
+def _state_bytes(config: ConfigDict, mesh: Mesh) -> int:
+    """Per device: float32 masters, two moments and the gradient accumulator, and a copy in compute precision."""
+    bytes_per_parameter = 16 + (4 if config.precision.compute == "float32" else 2)
+    return flops.num_parameters(config.model, config.seq_len) * bytes_per_parameter // mesh.shape["fsdp"]
 
 
 def _activation_bytes_per_sequence(config: ConfigDict) -> int:
