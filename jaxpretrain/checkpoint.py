@@ -43,6 +43,8 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=AnyPreservationPolicy(policies),
                 cleanup_tmp_directories=True,  # what a killed run left half-written
+                # Otherwise a directory that cannot be made keeps the process from ending for five minutes.
+                async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
             ),
         )
 

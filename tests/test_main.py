@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxpretrain import cli, evaluation, inference, main, train
+from jaxpretrain import cli, evaluation, inference, main
 from jaxpretrain.checkpoint import restore_params
 from jaxpretrain.interop import huggingface
 
@@ -78,7 +78,8 @@ def own_lines(errors):
 
 
 def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Of all files but the lock of a work directory."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 # What is typed beside RECIPE and the small keys -> what the one line says.
@@ -215,7 +216,7 @@ def losses(monkeypatch):
         losses.append(result[0])
         return result
 
-    monkeypatch.setattr(train, "evaluate", spy)
+    monkeypatch.setattr(evaluation, "evaluate", spy)
     return losses
 
 

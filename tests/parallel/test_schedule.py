@@ -145,8 +145,8 @@ def test_fsdp_keeps_no_gathered_weights():
     """Fails if gathered weights are kept for the backward (tried: `all_gather` or `reshape` out of `_RECOMPUTED`)."""
     temporaries = [compile_step("fsdp", n, 1)[1].memory_analysis().temp_size_in_bytes for n in (4, 8)]
     whole_layer = 4 * 12 * 128 * 128
-    # A layer's accumulated gradient and its new one are an eighth each; its activations are 8 tokens'.
-    assert (temporaries[1] - temporaries[0]) / 4 < 0.6 * whole_layer
+    # A layer's accumulated gradient and its new one are an eighth each; its activations are of 8 tokens.
+    assert (temporaries[1] - temporaries[0]) / 4 < 0.3 * whole_layer
 
 
 # --- What a layer keeps
@@ -222,5 +222,7 @@ def test_schedules_compiled_for_gpus(topology):
     assert sum(program.elements(loop, "reduce-scatter") for loop in program.loops) >= kernels // 4
     _, eight = compiled("fsdp", 8, 2)
     growth = (aot.memory(eight).temporaries - aot.memory(four).temporaries) / 4
+    # Input, queries, keys, values, attention's output and four widths of MLP; then of each shard the compute copy, a
+    # micro-batch's gradient and the accumulated one. Gathered weights would be 2 bytes times all kernels more.
     activations = 1024 * 2 * 512 * 9
-    assert growth < 1.3 * activations + 4 * kernels  # 2 bytes each would be the gathered weights, were they kept
+    assert growth < 1.2 * activations + (2 + 2 + 4) * kernels / 4
