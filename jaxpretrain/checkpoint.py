@@ -114,6 +114,12 @@ def restore_state(workdir: str, state: TrainState) -> tuple[TrainState, ConfigDi
         return _restore_state(manager, step, state), _read(manager, step)[0]
 
 
+def read_config(workdir: str) -> ConfigDict:
+    """The config of a run's newest checkpoint. Raises ValueError if there is none."""
+    with _reader(workdir) as manager:
+        return _read(manager, _newest(manager, workdir))[0]
+
+
 def restore_params(workdir: str, step: int | None = None, like: Any = None) -> tuple[Any, ConfigDict]:
     """The parameters and the config of a run at `step`, by default its newest.
 

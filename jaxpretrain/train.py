@@ -20,7 +20,7 @@ from jaxpretrain.data.dataset import Dataset, make_dataset
 from jaxpretrain.data.loader import Loader
 from jaxpretrain.evaluation import evaluate, ngram_baseline, own_rows, place
 from jaxpretrain.interop import huggingface_config
-from jaxpretrain.interop.weights import load_params
+from jaxpretrain.interop.weights import check_same_model, load_params
 from jaxpretrain.metrics import MetricsLog, has_evaluation
 from jaxpretrain.micro_batch import make_fitting_step
 from jaxpretrain.parallel.mesh import make_mesh, rows_per_shard
@@ -46,6 +46,8 @@ def _train(config: ConfigDict, workdir: pathlib.Path, stop: StopSignal) -> bool:
     if last_step is not None:
         old, progress = checkpoints.read(last_step)
         config_lib.check_resume(old, config)
+    elif source := config.checkpoint.resume_from or config.checkpoint.init_from:
+        check_same_model(source, config)
 
     # --- Mesh and data: what can be wrong with them is said before the model is compiled.
     mesh = make_mesh(config.parallel.strategy)

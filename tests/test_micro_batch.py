@@ -85,8 +85,8 @@ def test_nothing_fits(config, compiler):
 
 
 def test_formula_starts_where_memory_allows(config, compiler):
-    one = micro_batch._activation_bytes_per_sequence(config)
-    tried = compiler(largest=12, memory=int(3.5 * one / 0.9))
+    one, state = micro_batch._activation_bytes_per_sequence(config), micro_batch._state_bytes(config, make_mesh("ddp"))
+    tried = compiler(largest=12, memory=int((3.5 * one + state) / 0.9))
     micro_batch.make_fitting_step(config, make_mesh("ddp"))
     assert tried == [3]
     compiler(largest=12, memory=1)  # nothing should fit by the formula: the compiler decides about one sequence

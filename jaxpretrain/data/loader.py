@@ -1,7 +1,6 @@
 """Batches read and placed on the devices ahead of their use, by one thread."""
 
 import collections
-import concurrent.futures
 import queue
 import threading
 import time
@@ -10,6 +9,7 @@ from typing import Any
 
 from jaxpretrain.data.dataset import Dataset
 
+_CLOSE_TIMEOUT = 5.0  # seconds that `close` waits for reads to end
 _PLACED_AHEAD = 2  # placed batches that wait: the next one, and one more for steps of uneven length
 
 
@@ -19,7 +19,8 @@ class Loader:
     A thread reads and places ahead; from remote files it reads `dataset.read_ahead` batches at once. What it raises
     is raised where the batch is asked for; while `interrupted()` and no batch is there yet, the iteration ends.
     `seconds_waited`: the time that iteration has waited for a batch so far.
-    Use as a context manager or call `close()`, which joins the thread.
+    Use as a context manager or call `close()`, which joins the threads but for those that hang in a read; these do not
+    keep the process from ending.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class Loader:
 
     def close(self) -> None:
         self._closed.set()
-        while self._thread.is_alive():  # it may be waiting to hand over a batch
+        deadline = time.monotonic() + _CLOSE_TIMEOUT
+        while self._thread.is_alive() and time.monotonic() < deadline:  # it may be waiting to hand over a batch
             try:
                 self._placed.get_nowait()
             except queue.Empty:
@@ -75,17 +77,39 @@ class Loader:
         self.close()
 
     def _run(self, dataset: Dataset, place: Callable[[dict], Any], rows: slice) -> None:
+        reading = collections.deque()
         try:
-            with concurrent.futures.ThreadPoolExecutor(dataset.read_ahead, "reader") as readers:
-                steps = iter(range(self._next, self._stop_step))
-                reading = collections.deque()
-                while not self._closed.is_set():
-                    while len(reading) < dataset.read_ahead and (step := next(steps, None)) is not None:
-                        reading.append(readers.submit(dataset.batch, step, rows))
-                    if not reading:
-                        return
-                    self._placed.put((place(reading.popleft().result()), None))
-                for future in reading:
-                    future.cancel()
+            steps = iter(range(self._next, self._stop_step))
+            while not self._closed.is_set():
+                while len(reading) < dataset.read_ahead and (step := next(steps, None)) is not None:
+                    reading.append(_Read(dataset, step, rows))
+                if not reading:
+                    return
+                self._placed.put((place(reading.popleft().result()), None))
         except BaseException as error:  # whatever it is, the caller must see it
             self._placed.put((None, error))
+        finally:
+            for read in reading:
+                read.join()
+
+
+class _Read(threading.Thread):
+    """One batch on its way. A daemon: the end of the process would wait for the threads of an executor."""
+
+    def __init__(self, dataset: Dataset, step: int, rows: slice):
+        super().__init__(name="reader", daemon=True)
+        self._arguments, self._batch, self._error = (dataset, step, rows), None, None
+        self.start()
+
+    def run(self) -> None:
+        dataset, step, rows = self._arguments
+        try:
+            self._batch = dataset.batch(step, rows)
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> dict:
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._batch

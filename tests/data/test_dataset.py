@@ -11,9 +11,10 @@ RNG = np.random.default_rng(0)
 def make_config(tmp_path, **keys):
     config = config_lib.default()
     config.seq_len, config.batch_size, config.model.vocab_size = 16, 8, 60_000
-    config.data.cache_dir = str(tmp_path / "cache")
     for key, value in keys.items():
         config_lib.override(config, key.replace("__", "."), str(value))
+    if config.data.source in ("stdlib", "text", "huggingface", "mixture"):
+        config.data.cache_dir = str(tmp_path / "cache")
     config_lib.check(config)
     return config
 
