@@ -76,7 +76,7 @@ def default() -> ConfigDict:
 
     config.parallel = parallel = ConfigDict()
     parallel.strategy = "ddp"  # ddp | fsdp
-    parallel.remat = "none"  # none | full
+    parallel.remat = "none"  # none: no matmul or attention is computed twice | full: only layer inputs are kept
     parallel.scan_layers = True  # False: unrolled; compiles longer, often faster on GPUs
 
     config.precision = precision = ConfigDict()

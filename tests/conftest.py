@@ -8,7 +8,9 @@ import pytest
 # Before JAX is imported by any test module.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    # Level 0: the tests' time is compilation, which this halves.
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
 _cache = tempfile.TemporaryDirectory(prefix="jaxpretrain-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
 

@@ -100,8 +100,8 @@ def assert_bitwise_equal(one, other):
 @pytest.mark.parametrize("layout", _LAYOUTS, ids=str)
 @pytest.mark.parametrize("model", _MODELS)
 def test_layouts_give_the_losses_of_one_device(model, layout):
-    """Fails if `reduce` forgets an axis, if the division is by the local number of tokens, or if a gather is along
-    another dim than the storage's (each tried)."""
+    """Fails if `reduce` forgets an axis, if the tokens counted are not the global batch's, or if what is gathered is
+    not in the order of its shards (each tried)."""
     (expected_loss, expected_norm), expected_state = run(model, *_ONE)
     (loss, norm), state = run(model, *layout)
     np.testing.assert_allclose(loss, expected_loss, rtol=0, atol=1e-5)
@@ -113,7 +113,7 @@ def test_layouts_give_the_losses_of_one_device(model, layout):
 
 
 def test_initial_state_is_the_same_on_every_layout():
-    """Up to the last bit of a multiplication; fails if a shard draws numbers of its own."""
+    """Up to the last bit of a multiplication."""
     states = [host(train_step_of("llama", *layout).init()) for layout in (_ONE, *_LAYOUTS)]
     for state in states[1:]:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), state, states[0])
@@ -200,7 +200,7 @@ def reference_update(model):
 )
 def test_gradients_are_those_of_the_whole_batch(model, layout):
     """Micro-batches and shards hold unequal numbers of valid tokens. Fails if each micro-batch is divided by its own
-    number of tokens (the mean of means), if only the last one counts, or if a shard clips by its own norm (tried)."""
+    number of tokens (the mean of means), if only the last one counts, or if one parameter's is 1 % off (each tried)."""
     loss, norm, gradients = one_update(model, *layout)
     expected_loss, expected_norm, expected = reference_update(model)
     assert loss == pytest.approx(expected_loss, abs=1e-6)
@@ -237,7 +237,7 @@ def test_bytes_per_device_match_arithmetic(model, layout):
 
 
 def test_initial_state_is_never_whole_on_a_device():
-    """Each device draws its own part of the numbers; fails without `out_shardings`."""
+    """Each device draws its own part of the numbers; fails without `out_shardings` (tried)."""
     overrides = dict(model__embed_dim=256, model__vocab_size=1021)
     train_step = train_step_of("llama", "fsdp", 8, 1, **overrides)
     whole = sum(4 * math.prod(p.shape) for p in jax.tree.leaves(train_step.state.params))
@@ -248,7 +248,7 @@ def test_initial_state_is_never_whole_on_a_device():
 
 @pytest.mark.parametrize("layout", [_ONE, *_LAYOUTS], ids=str)
 def test_state_is_donated_and_nothing_compiles_twice(layout):
-    """Fails without `donate_argnums`, and if the step returns another sharding than it takes."""
+    """Fails without `donate_argnums` (tried)."""
     train_step = train_step_of("llama", *layout)
     state, batch = train_step.init(), make_batch(train_step, 0)
     with warnings.catch_warnings():

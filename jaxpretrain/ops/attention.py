@@ -45,7 +45,7 @@ def attend(
 
     A query sees the keys at and before its own position that have its segment id (None: all of them).
     Scores are scaled by K**-0.5; softmax is in fp32. The result and the residuals that the backward needs
-    are marked RESIDUAL_NAME, but cuDNN's logsumexp, which JAX keeps to itself.
+    are marked RESIDUAL_NAME, but for cuDNN: JAX keeps its logsumexp to itself, and the output alone spares nothing.
 
     Args:
       implementation: name from `select`, which knows where it works.
@@ -59,7 +59,7 @@ def attend(
             return attention_blockwise.attend(*arrays, segment_ids_BxT, residual_name=RESIDUAL_NAME, block=block)
         case "cudnn":
             assert segment_ids_BxT is None, "select refuses cudnn for documents"
-            return checkpoint_name(attention_kernels.cudnn(*arrays), RESIDUAL_NAME)
+            return attention_kernels.cudnn(*arrays)
         case "pallas":
             return attention_kernels.pallas(*arrays, segment_ids_BxT, residual_name=RESIDUAL_NAME)
         case "splash":
