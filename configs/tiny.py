@@ -39,7 +39,7 @@ def get_config():
 
     config.checkpoint.every = 100
     config.eval.every = 0  # at the end
-    config.eval.max_tokens = 65_536
+    config.eval.max_tokens = 32_768
     config.eval.ngrams = True
     config.log.every = 1
     return config

@@ -235,7 +235,12 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         eval_batch_size=micro_batch_size * num_shards,
         state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings),
         batch={"tokens": row, "segment_ids": row} if segmented else {"tokens": row},
-        init=jax.jit(init, out_shardings=shardings),
+        init=jax.jit(
+            init,
+            out_shardings=shardings,
+            # It runs once: compiling its random numbers well takes a CPU longer than drawing them.
+            compiler_options={"xla_backend_optimization_level": 0} if device.platform == "cpu" else None,
+        ),
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated)),
         evaluate=jax.jit(evaluate, out_shardings=replicated),
         logits=jax.jit(logits),
