@@ -49,7 +49,9 @@ def cross_entropy(
         them again in the backward (one more matrix multiplication of the head).
     """
     if implementation == "plain":
-        logits_NxV = _mask_padding(_matmul_f32(hidden_NxD, unembedding_VxD), 0, vocab_size)
+        logits_NxV = _matmul_f32(hidden_NxD, unembedding_VxD)
+        if unembedding_VxD.shape[0] > vocab_size:
+            logits_NxV = _mask_padding(logits_NxV, 0, vocab_size)
         return jnp.sum(mask_N * (jax.nn.logsumexp(logits_NxV, axis=-1) - _pick(logits_NxV, targets_N)))
     assert implementation == "chunked", implementation
     num_rows = unembedding_VxD.shape[0]
