@@ -82,7 +82,7 @@ def test_text_columns(tmp_path, kind):
 
 def test_saved_by_datasets(tmp_path):
     """What the library itself writes, where it is installed."""
-    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install 'jaxpretrain[hf]'")
+    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install 'jaxpretrain[test]'")
     datasets.Dataset.from_dict({"input_ids": DOCS, "text": TEXTS}).save_to_disk(tmp_path / "set", num_shards=2)
     prefix = huggingface.cached_tokens(str(tmp_path / "set"), **KEYS, cache_dir=str(tmp_path / "cache"))
     assert read(prefix) == [doc for doc in DOCS if doc]
