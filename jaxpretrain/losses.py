@@ -1,6 +1,6 @@
 """Next-token cross-entropy, as a sum over tokens and their number: the caller divides once, globally.
 
-Shapes: N tokens, D embed_dim, V rows of the unembedding, C rows of one vocabulary chunk.
+Shapes: N tokens, D embed_dim, V rows of the unembedding, n tokens of a block, C rows of one vocabulary chunk.
 """
 
 import functools
@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 _CHUNK_BYTES = 256 * 2**20  # of float32 logits that the chunked loss holds at a time
-_PLAIN_BYTES = 2**30  # of float32 logits up to which "auto" keeps them whole: recomputing them costs time
+_PLAIN_BYTES = 2**30  # of float32 logits up to which "auto" computes them once: computing them again costs time
+_BLOCK_BYTES = 128 * 2**20  # of float32 logits that the plain loss holds at a time: blocks gain from a CPU's cache
 
 
 def targets_and_mask(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
@@ -45,17 +46,16 @@ def cross_entropy(
 
     Args:
       vocab_size: rows beyond it are a layout's padding and get no probability.
-      implementation: `plain` holds all logits; `chunked` a slice of the vocabulary at a time, and computes
-        them again in the backward (one more matrix multiplication of the head).
+      implementation: `plain` holds the logits of a block of tokens at a time, and with them computes the gradients at
+        once, in the forward; these are in float32. `chunked` holds a slice of the vocabulary at a time, and computes
+        it again in the backward: one more matrix multiplication of the head, but least memory.
     """
+    num_rows, num_tokens = unembedding_VxD.shape[0], hidden_NxD.shape[0]
     if implementation == "plain":
-        logits_NxV = _matmul_f32(hidden_NxD, unembedding_VxD)
-        if unembedding_VxD.shape[0] > vocab_size:
-            logits_NxV = _mask_padding(logits_NxV, 0, vocab_size)
-        return jnp.sum(mask_N * (jax.nn.logsumexp(logits_NxV, axis=-1) - _pick(logits_NxV, targets_N)))
+        num_blocks = max(1, math.ceil(4 * num_rows * num_tokens / _BLOCK_BYTES))
+        return _plain(hidden_NxD, unembedding_VxD, targets_N, mask_N, num_blocks, vocab_size)
     assert implementation == "chunked", implementation
-    num_rows = unembedding_VxD.shape[0]
-    num_chunks = _num_chunks(num_rows, hidden_NxD.shape[0])
+    num_chunks = _num_chunks(num_rows, num_tokens)
     padding = -num_rows % num_chunks
     unembedding_VxD = jnp.pad(unembedding_VxD, ((0, padding), (0, 0)))
     return _chunked(hidden_NxD, unembedding_VxD, targets_N, mask_N, num_chunks, min(vocab_size, num_rows))
@@ -73,40 +73,74 @@ def _mask_padding(logits: jax.Array, first_row: jax.Array | int, vocab_size: int
 
 
 def _pick(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """logits[n, targets[n]], 0 where the target is not among the columns; a fused compare, as a gather's
-    gradient is a slow scatter."""
+    """logits[n, targets[n]], 0 where the target is not among the columns."""
     columns = jnp.arange(logits.shape[-1])
     return jnp.sum(jnp.where(columns == targets[:, None], logits, 0), axis=-1)
 
 
-@jax.custom_vjp
-def _matmul_f32(hidden_NxD: jax.Array, weight_VxD: jax.Array) -> jax.Array:
-    """hidden @ weight.T with a float32 result, and a backward in the operands' own dtype."""
-    contract = functools.partial(
-        jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _plain(hidden_NxD, unembedding_VxD, targets_N, mask_N, num_blocks, vocab_size):
+    def block(loss, tokens):
+        return loss + _block_loss(*tokens, unembedding_VxD, vocab_size)[0], None
+
+    return jax.lax.scan(block, jnp.zeros(()), _split(num_blocks, hidden_NxD, targets_N, mask_N))[0]
+
+
+def _plain_forward(hidden_NxD, unembedding_VxD, targets_N, mask_N, num_blocks, vocab_size):
+    """The gradients too: the logits are used while they are there (Liger Kernel, arXiv 2410.10989, section 3.2)."""
+    tokens, dtype = _split(num_blocks, hidden_NxD, targets_N, mask_N), hidden_NxD.dtype
+
+    def block(sums, tokens):
+        hidden_nxD, targets_n, mask_n = tokens
+        block_loss, exp_nxV, sum_n = _block_loss(*tokens, unembedding_VxD, vocab_size)
+        # The gradient by the logits is mask * (softmax - onehot) = scale * (exp - sum * onehot).
+        is_target_nxV = jnp.arange(exp_nxV.shape[1]) == targets_n[:, None]
+        d_nxV = jnp.where(is_target_nxV, exp_nxV - sum_n[:, None], exp_nxV).astype(dtype)
+        scale_n = mask_n / sum_n
+        d_hidden_nxD = scale_n[:, None] * _dot(d_nxV, unembedding_VxD, 1, 0)
+        # 1 / sum is too small for float16.
+        largest = jnp.maximum(scale_n.max(), jnp.finfo(jnp.float32).tiny)
+        scaled_nxD = ((scale_n / largest)[:, None] * hidden_nxD).astype(dtype)
+        loss, d_unembedding_VxD = sums
+        return (loss + block_loss, d_unembedding_VxD + largest * _dot(d_nxV, scaled_nxD, 0, 0)), d_hidden_nxD
+
+    zeros = jnp.zeros(()), jnp.zeros(unembedding_VxD.shape, jnp.float32)
+    (loss, d_unembedding_VxD), d_hidden = jax.lax.scan(block, zeros, tokens)
+    d_hidden_NxD = d_hidden.reshape(-1, hidden_NxD.shape[1])[: hidden_NxD.shape[0]]
+    return loss, (d_hidden_NxD, d_unembedding_VxD, hidden_NxD[:0], unembedding_VxD[:0])
+
+
+def _plain_backward(num_blocks, vocab_size, residuals, gradient):
+    # float32 up to here: in float16 the loss scale, which comes in by `gradient`, keeps them from vanishing.
+    d_hidden_NxD, d_unembedding_VxD, hidden, unembedding = residuals
+    return (
+        (gradient * d_hidden_NxD).astype(hidden.dtype),
+        (gradient * d_unembedding_VxD).astype(unembedding.dtype),
+        None,
+        None,
     )
-    if hidden_NxD.dtype != jnp.float16:
-        return contract(hidden_NxD, weight_VxD)
-    # CPUs have no float16 product with a float32 sum.
-    return jax.lax.platform_dependent(
-        hidden_NxD,
-        weight_VxD,
-        default=contract,
-        cpu=lambda h, w: contract(h.astype(jnp.float32), w.astype(jnp.float32)),
-    )
 
 
-def _matmul_forward(hidden_NxD, weight_VxD):
-    return _matmul_f32(hidden_NxD, weight_VxD), (hidden_NxD, weight_VxD)
+_plain.defvjp(_plain_forward, _plain_backward)
 
 
-def _matmul_backward(residuals, gradient_NxV):
-    hidden_NxD, weight_VxD = residuals
-    gradient_NxV = gradient_NxV.astype(hidden_NxD.dtype)
-    return gradient_NxV @ weight_VxD, jax.lax.dot_general(gradient_NxV, hidden_NxD, (((0,), (0,)), ((), ())))
+def _block_loss(hidden_nxD, targets_n, mask_n, unembedding_VxD, vocab_size):
+    """-> sum of the losses; exp(logits - their maximum) [n, V] and its row sums, float32."""
+    logits_nxV = _dot(hidden_nxD, unembedding_VxD, 1, 1)
+    if logits_nxV.shape[1] > vocab_size:
+        logits_nxV = _mask_padding(logits_nxV, 0, vocab_size)
+    maximum_n = logits_nxV.max(axis=1)
+    exp_nxV = jnp.exp(logits_nxV - maximum_n[:, None])
+    sum_n = exp_nxV.sum(axis=1)
+    target_logit_n = jnp.take_along_axis(logits_nxV, targets_n[:, None], axis=1)[:, 0]
+    return jnp.sum(mask_n * (jnp.log(sum_n) + maximum_n - target_logit_n)), exp_nxV, sum_n
 
 
-_matmul_f32.defvjp(_matmul_forward, _matmul_backward)
+def _split(num_blocks: int, *arrays: jax.Array) -> list[jax.Array]:
+    """[N, ...] -> [num_blocks, n, ...], filled up with zeros, which the mask leaves out."""
+    padding = -len(arrays[0]) % num_blocks
+    padded = [jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))) for x in arrays]
+    return [x.reshape(num_blocks, -1, *x.shape[1:]) for x in padded]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -124,7 +158,7 @@ def _chunked_forward(hidden_NxD, unembedding_VxD, targets_N, mask_N, num_chunks,
     def body(carry, chunk):
         maximum_N, sum_N, target_logit_N = carry
         first_row, weight_CxD = chunk
-        logits_NxC = _mask_padding(_matmul_f32(hidden_NxD, weight_CxD), first_row, vocab_size)
+        logits_NxC = _mask_padding(_dot(hidden_NxD, weight_CxD, 1, 1), first_row, vocab_size)
         new_maximum_N = jnp.maximum(maximum_N, logits_NxC.max(axis=-1))
         sum_N = sum_N * jnp.exp(maximum_N - new_maximum_N)
         sum_N += jnp.exp(logits_NxC - new_maximum_N[:, None]).sum(axis=-1)
@@ -145,12 +179,13 @@ def _chunked_backward(num_chunks, vocab_size, residuals, gradient):
 
     def body(hidden_gradient_NxD, chunk):
         first_row, weight_CxD = chunk
-        logits_NxC = _mask_padding(_matmul_f32(hidden_NxD, weight_CxD), first_row, vocab_size)
+        logits_NxC = _mask_padding(_dot(hidden_NxD, weight_CxD, 1, 1), first_row, vocab_size)
         columns = jnp.arange(logits_NxC.shape[-1])
         one_hot_NxC = columns == (targets_N - first_row)[:, None]
         logits_gradient_NxC = weight_N[:, None] * (jnp.exp(logits_NxC - logsumexp_N[:, None]) - one_hot_NxC)
-        to_hidden, to_weight = _matmul_backward((hidden_NxD, weight_CxD), logits_gradient_NxC)
-        return hidden_gradient_NxD + to_hidden.astype(jnp.float32), to_weight
+        logits_gradient_NxC = logits_gradient_NxC.astype(hidden_NxD.dtype)
+        to_weight_CxD = _dot(logits_gradient_NxC, hidden_NxD, 0, 0).astype(weight_CxD.dtype)
+        return hidden_gradient_NxD + _dot(logits_gradient_NxC, weight_CxD, 1, 0), to_weight_CxD
 
     start = jnp.zeros(hidden_NxD.shape, jnp.float32)
     hidden_gradient_NxD, weight_gradient = jax.lax.scan(body, start, _chunks(unembedding_VxD, num_chunks))
@@ -159,3 +194,18 @@ def _chunked_backward(num_chunks, vocab_size, residuals, gradient):
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
+
+
+def _dot(x: jax.Array, y: jax.Array, x_dim: int, y_dim: int) -> jax.Array:
+    """A matrix product with float32 sums and result, whatever the operands are."""
+
+    def contract(x, y):
+        dimension_numbers = (((x_dim,), (y_dim,)), ((), ()))
+        return jax.lax.dot_general(x, y, dimension_numbers, preferred_element_type=jnp.float32)
+
+    if x.dtype != jnp.float16:
+        return contract(x, y)
+    # CPUs have no float16 product with a float32 sum.
+    return jax.lax.platform_dependent(
+        x, y, default=contract, cpu=lambda x, y: contract(x.astype(jnp.float32), y.astype(jnp.float32))
+    )

@@ -45,6 +45,7 @@ def value_and_gradients(implementation, hidden, weight, targets, mask, vocab_siz
 @pytest.fixture(params=["plain", "chunked"])
 def implementation(request, monkeypatch):
     monkeypatch.setattr(losses, "_CHUNK_BYTES", 4 * 37 * 20)  # about 20 rows for the 37 tokens here
+    monkeypatch.setattr(losses, "_BLOCK_BYTES", 4 * 97 * 10)  # about 10 tokens of the 37
     return request.param
 
 
@@ -53,8 +54,8 @@ def implementation(request, monkeypatch):
     [(97, 97), (100, 100), (104, 97), (128, 41), (13, 13)],  # 41: whole chunks of padding; 13: one chunk
 )
 def test_equals_float64_reference(implementation, num_rows, vocab_size):
-    """Fails if padding rows are not masked, if chunks pick a target outside them, or if the mask is left out of the
-    backward (each tried)."""
+    """Fails if padding rows are not masked, if chunks pick a target outside them, if the mask is left out of the
+    backward, or if a block's gradient replaces the sum (each tried)."""
     arguments = example(37, 16, num_rows, vocab_size)
     loss, d_hidden, d_weight = value_and_gradients(implementation, *arguments, vocab_size)
     expected = reference(*arguments, vocab_size)
@@ -75,6 +76,18 @@ def test_16_bit_inputs_lose_no_more_than_a_rounding(implementation, dtype):
     rounding = 4 * float(jnp.finfo(dtype).eps)
     for gradient, exact in ((d_hidden, expected[1]), (d_weight, expected[2])):
         np.testing.assert_allclose(np.asarray(gradient, np.float64), exact, atol=rounding * np.abs(exact).max())
+
+
+def test_float16_gradients_of_a_large_vocabulary_do_not_vanish(implementation):
+    """Scaled as in training. Fails if `plain` does not bring 1 / sum into the range of float16."""
+    hidden, weight, targets, mask = example(8, 4, 50257, 50257, jnp.float16)
+    arguments, scale = (hidden / 64, weight, targets, jnp.ones_like(mask)), 2.0**14
+    loss = functools.partial(losses.cross_entropy, vocab_size=50257, implementation=implementation)
+    d_weight = jax.jit(jax.grad(lambda *a: scale * loss(*a), argnums=1))(*arguments)
+    expected = scale * reference(*arguments, 50257)[2]
+    np.testing.assert_allclose(
+        np.asarray(d_weight, np.float64), expected, rtol=0.01, atol=1e-2 * np.median(abs(expected))
+    )
 
 
 def test_large_logits_stay_finite(implementation):

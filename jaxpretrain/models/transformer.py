@@ -207,7 +207,7 @@ class Unembedding(nnx.Module):
 
 
 _ACTIVATIONS = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": lambda x: 0.5 * x * (1 + jax.lax.erf(x * 0.5**0.5)),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "silu": jax.nn.silu,
 }
