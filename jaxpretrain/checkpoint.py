@@ -4,6 +4,7 @@ WORKDIR/checkpoints/STEP/{state,config,progress}   a directory that exists under
 """
 
 import contextlib
+import functools
 import json
 import pathlib
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import SingleDeviceSharding
 from ml_collections import ConfigDict
 from orbax.checkpoint.checkpoint_managers import (
     AnyPreservationPolicy,
@@ -22,7 +22,8 @@ from orbax.checkpoint.checkpoint_managers import (
 
 from jaxpretrain import config as config_lib
 from jaxpretrain.errors import is_out_of_memory
-from jaxpretrain.step import TrainState
+from jaxpretrain.parallel.mesh import make_mesh
+from jaxpretrain.step import TrainState, abstract_state, weights
 
 
 class Checkpoints:
@@ -111,7 +112,11 @@ def restore_state(workdir: str, state: TrainState) -> tuple[TrainState, ConfigDi
     """
     with _reader(workdir) as manager:
         step = _newest(manager, workdir)
-        return _restore_state(manager, step, state), _read(manager, step)[0]
+        config, _ = _read(manager, step)
+        horizons = state.averages.horizons if state.averages else ()
+        if horizons != config.average.horizons:  # which shapes do not show
+            raise ValueError(f"{workdir} has average.horizons={config.average.horizons}, not {horizons}; use its own")
+        return _restore_state(manager, step, state), config
 
 
 def read_config(workdir: str) -> ConfigDict:
@@ -120,11 +125,14 @@ def read_config(workdir: str) -> ConfigDict:
         return _read(manager, _newest(manager, workdir))[0]
 
 
-def restore_params(workdir: str, step: int | None = None, like: Any = None) -> tuple[Any, ConfigDict]:
-    """The parameters and the config of a run at `step`, by default its newest.
+def restore_weights(
+    workdir: str, step: int | None = None, like: Any = None, average: float | None = None
+) -> tuple[Any, ConfigDict]:
+    """The weights of a run at `step`, by default its newest, as `step.weights` has them, and the run's config.
 
-    `like`, abstract parameters with shardings, says where they go; without it they come to the host's memory.
-    Raises ValueError if there is no such checkpoint or a parameter of `like` has another shape.
+    `like`, abstract parameters with NamedShardings, says where they go; without it they come to the host's memory.
+    `average` is the horizon, in tokens, of the average to take. Of the state no more is read than is used.
+    Raises ValueError if there is no such checkpoint or average, or a parameter of `like` has another shape.
     """
     with _reader(workdir) as manager:
         if step is None:
@@ -132,22 +140,40 @@ def restore_params(workdir: str, step: int | None = None, like: Any = None) -> t
         elif step not in manager.all_steps():
             raise ValueError(f"{workdir} has no checkpoint of step {step}; it has {sorted(manager.all_steps())}")
         config, _ = _read(manager, step)
-        with _reading(manager, step):
-            saved = _saved_tree(manager, step)["params"]
+        if average is not None and average not in config.average.horizons:
+            there = ", ".join(f"{horizon:,}" for horizon in config.average.horizons) or "no horizon"
+            raise ValueError(f"{workdir} has no average over {average:,.0f} tokens; it has averages over {there}")
         if like is None:
-            cpu = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cpu), saved)
-        _check_shapes({"params": saved}, {"params": like}, workdir)
+            mesh = make_mesh("ddp", jax.local_devices(backend="cpu")[:1])
+        else:
+            mesh = jax.tree.leaves(like)[0].sharding.mesh
+        state = abstract_state(config, mesh)
+        with _reading(manager, step):
+            saved = _saved_tree(manager, step)
+        _check_shapes({"params": saved["params"]}, {"params": state.params if like is None else like}, workdir)
+
+        leaves = _leaves(state)
+        wanted = {_name(path): leaf for (path, leaf), used in zip(leaves, _used(state, average), strict=True) if used}
+        item = jax.tree_util.tree_map_with_path(lambda path, _: wanted.get(_name(path)), saved)
         with _reading(manager, step), ocp.PyTreeCheckpointer() as checkpointer:
             restored = checkpointer.restore(
                 manager.directory / str(step) / "state",
                 args=ocp.args.PyTreeRestore(
-                    {"params": like},
-                    restore_args={"params": ocp.checkpoint_utils.construct_restore_args(like)},
-                    partial_restore=True,
+                    item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
                 ),
             )
-    return restored["params"], config
+    restored = {_name(path): leaf for path, leaf in _leaves(restored)}
+    state = jax.tree.unflatten(jax.tree.structure(state), [restored.get(_name(path)) for path, _ in leaves])
+    if average is not None and not state.averages.tokens.any():
+        raise ValueError(f"{workdir} has averaged nothing at step {step}; take a later one")
+    return weights(state, average), config
+
+
+def _used(state: TrainState, average: float | None) -> list[bool]:
+    """Of each leaf of a state, whether `weights` reads it."""
+    jaxpr = jax.make_jaxpr(functools.partial(weights, horizon=average))(state).jaxpr
+    used = {id(v) for v in (*jaxpr.outvars, *(v for equation in jaxpr.eqns for v in equation.invars))}
+    return [id(v) in used for v in jaxpr.invars]
 
 
 def _read(manager: ocp.CheckpointManager, step: int) -> tuple[ConfigDict, dict[str, Any]]:
@@ -213,8 +239,8 @@ def _newest(manager: ocp.CheckpointManager, workdir: str) -> int:
 
 
 def _check_shapes(saved: Any, like: Any, workdir: Any) -> None:
-    old = {jax.tree_util.keystr(k, simple=True, separator="."): v.shape for k, v in _leaves(saved)}
-    new = {jax.tree_util.keystr(k, simple=True, separator="."): v.shape for k, v in _leaves(like)}
+    old = {_name(path): leaf.shape for path, leaf in _leaves(saved)}
+    new = {_name(path): leaf.shape for path, leaf in _leaves(like)}
     for path in sorted(old.keys() | new.keys()):
         if old.get(path) != new.get(path):
             raise ValueError(
@@ -225,3 +251,7 @@ def _check_shapes(saved: Any, like: Any, workdir: Any) -> None:
 
 def _leaves(tree: Any) -> list:
     return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -23,6 +23,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxpretrain.optim import scaling
 from jaxpretrain.schema import (
     AT_LEAST,
     CHOICES,
@@ -61,7 +62,11 @@ def flatten(config: Mapping, prefix: str = "") -> dict[str, Any]:
 
 def _nearest(key: str, known: Iterable[str]) -> str:
     known = list(known)
-    match = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if "." not in key:  # in an argument string the section may be left out
+        names = [k.rsplit(".", 1)[-1] for k in known]
+        match = [known[names.index(name)] for name in difflib.get_close_matches(key, names, n=1, cutoff=0.5)]
+    else:
+        match = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if not match:  # the right last name in the wrong section
         match = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]][:1]
     return f"did you mean {match[0]!r}?" if match else "see jaxpretrain/schema.py for all keys"
@@ -72,16 +77,21 @@ def _default_of(key: str) -> Any:
     parts = key.split(".")
     if parts[:2] == ["data", "mixture"] and len(parts) == 4:
         return MIXTURE_ENTRY[parts[3]]
+    if parts[:2] == ["optimizer", "lr_multipliers"] and len(parts) == 3:
+        return 1.0
     return _SCHEMA[key]
 
 
 def _schema_key(key: str) -> str:
-    """`data.source` for `data.mixture.NAME.source`, other keys as they are."""
+    """`data.source` for `data.mixture.NAME.source`, the section for an lr_multiplier, other keys as they are."""
     parts = key.split(".")
+    if parts[:2] == ["optimizer", "lr_multipliers"]:
+        return "optimizer.lr_multipliers"
     return f"data.{parts[3]}" if parts[:2] == ["data", "mixture"] and len(parts) == 4 else key
 
 
 _SCHEMA = flatten(default())
+_OPEN = ("data.mixture.", "optimizer.lr_multipliers.")  # sections whose keys are the user's
 
 
 def _unknown_key(key: str, extra: Iterable[str] = ()) -> ValueError:
@@ -110,6 +120,7 @@ def _convert(key: str, value: Any, like: Any) -> Any:
         if isinstance(value, str):
             value = tuple(filter(None, (part.strip() for part in value.split(","))))
         value = tuple(value) if isinstance(value, list | tuple) else (value,)
+        value = tuple(int(v) if isinstance(v, float) and v.is_integer() else v for v in value)  # 1e9
         if all(type(v) is item for v in value):
             return value
     elif isinstance(like, bool):
@@ -158,7 +169,7 @@ def parse_arg(arg: str, **flags: Any) -> types.SimpleNamespace:
     for key, text in _items(arg):
         if key in flags:
             values[key] = _convert(key, True if text is None else text, flags[key])
-        elif key not in _SCHEMA and not key.startswith("data.mixture."):
+        elif key not in _SCHEMA and not key.startswith(_OPEN):
             raise _unknown_key(key, flags)
     return types.SimpleNamespace(**values)
 
@@ -201,7 +212,7 @@ def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> ConfigDict:
         raise ValueError(f"--config={file}: {_one_line(error, folder)}") from error
     finally:
         sys.path.remove(folder)
-    typed = [(key, text) for key, text in _items(arg) if key in _SCHEMA or key.startswith("data.mixture.")]
+    typed = [(key, text) for key, text in _items(arg) if key in _SCHEMA or key.startswith(_OPEN)]
     typed += overrides
     for key, text in typed:
         if text is None:
@@ -298,6 +309,9 @@ def _check_combinations(config: ConfigDict) -> None:
             f"model.rotary.fraction={model.rotary.fraction} of a head of {head_dim} dims: rotary turns them in pairs; "
             "change it, model.num_heads or model.head_dim until that is even"
         )
+    horizons = config.average.horizons
+    if any(horizon <= 0 for horizon in horizons) or len(set(horizons)) < len(horizons):
+        raise ValueError(f"average.horizons={horizons}: must be distinct and above 0; they are in tokens")
     if config.checkpoint.resume_from and config.checkpoint.init_from:
         raise ValueError(
             "checkpoint.resume_from and checkpoint.init_from are both set: the first brings the weights too"
@@ -307,9 +321,8 @@ def _check_combinations(config: ConfigDict) -> None:
             f"eval.ngrams=True with model.vocab_size={model.vocab_size}: the table of pairs would be too large, the "
             "most is 4096; set eval.ngrams=False"
         )
-    for key in ("b1", "b2"):
-        if config.optimizer[key] >= 1:
-            raise ValueError(f"optimizer.{key}={config.optimizer[key]}: must be below 1")
+    _check_optimizer(config)
+    _check_schedule(config)
     if config.micro_batch_size != "auto" and config.micro_batch_size < 1:
         raise ValueError(f"micro_batch_size={config.micro_batch_size}: must be 'auto' or at least 1")
     if not 0 <= data.validation_fraction < 1:
@@ -321,10 +334,75 @@ def _check_combinations(config: ConfigDict) -> None:
             raise ValueError(f"data.mixture.{name}.weight={entry.weight}: must be above 0")
         if entry.get("source") == "mixture":
             raise ValueError(f"data.mixture.{name}.source='mixture': mixtures do not nest; list its sources here")
-    if config.schedule.decay_steps and config.schedule.decay_steps < config.schedule.warmup_steps:
+
+
+def _check_optimizer(config: ConfigDict) -> None:
+    optimizer, base = config.optimizer, config.scaling.base_batch_size
+    for key in ("b1", "b2", "momentum"):
+        if optimizer[key] >= 1:
+            raise ValueError(f"optimizer.{key}={optimizer[key]}: must be below 1")
+    if optimizer.mu_dtype == "int8" and optimizer.name != "adam_mini":
         raise ValueError(
-            f"schedule.decay_steps={config.schedule.decay_steps} ends before "
-            f"schedule.warmup_steps={config.schedule.warmup_steps}; both count from step 0"
+            f"optimizer.mu_dtype='int8' with optimizer.name={optimizer.name!r}: only adam_mini has it; use 'bfloat16'"
+        )
+    for name, key in (("adafactor", "b1"), ("sgd", "momentum")):
+        if optimizer.name == name and optimizer[key] == 0 and optimizer.mu_dtype != "float32":
+            raise ValueError(
+                f"optimizer.mu_dtype={optimizer.mu_dtype!r} has no effect: {name} with optimizer.{key}=0 keeps no "
+                "first moment; remove one of the two"
+            )
+    if base and config.scaling.learning_rate == "none" and config.scaling.b2 == "none":
+        raise ValueError(
+            f"scaling.base_batch_size={base} has no effect without a rule: set scaling.learning_rate or scaling.b2"
+        )
+    if optimizer.nu_dtype == "bfloat16" and scaling.b2(config) >= 0.995:
+        raise ValueError(
+            f"optimizer.nu_dtype='bfloat16' with b2={scaling.b2(config):.4g}: below 0.995 only, as its 8 bits lose "
+            "updates of (1 - b2) and the second moment stands still; use 'float32' or a lower optimizer.b2"
+        )
+    if optimizer.name == "schedule_free_adamw":
+        if optimizer.b1 == 0:
+            raise ValueError("optimizer.b1=0.0 with schedule_free_adamw: must be above 0, e.g. 0.9 or 0.95")
+        if config.schedule.name != "constant":
+            raise ValueError(
+                f"schedule.name={config.schedule.name!r} with optimizer.name='schedule_free_adamw': its averaging "
+                "takes the place of a decay; set schedule.name='constant', with a warm-up"
+            )
+
+
+def _check_schedule(config: ConfigDict) -> None:
+    schedule = config.schedule
+    if schedule.warmup_steps and schedule.warmup_tokens:
+        raise ValueError(
+            f"schedule.warmup_steps={schedule.warmup_steps} and schedule.warmup_tokens={schedule.warmup_tokens} are "
+            "both set; set one of them to 0"
+        )
+    num_warmup = scaling.warmup_steps(config)
+    warmup = f"schedule.warmup_steps={num_warmup}"
+    if schedule.warmup_tokens:
+        warmup = f"schedule.warmup_tokens={schedule.warmup_tokens} ({num_warmup} steps)"
+    if schedule.decay_steps and schedule.decay_steps < num_warmup:
+        raise ValueError(f"schedule.decay_steps={schedule.decay_steps} ends before {warmup}; both count from step 0")
+    if schedule.name == "inverse_sqrt" and num_warmup == 0:
+        raise ValueError(
+            "schedule.name='inverse_sqrt' needs a warm-up, whose length sets the pace of the decay; "
+            "set schedule.warmup_steps or schedule.warmup_tokens"
+        )
+    if schedule.name != "wsd":
+        return
+    if not 0 < schedule.decay_fraction <= 1:
+        raise ValueError(f"schedule.decay_fraction={schedule.decay_fraction}: must be above 0 and at most 1")
+    if schedule.decay_shape == "exponential" and schedule.final_fraction == 0:
+        raise ValueError(
+            "schedule.final_fraction=0.0 with schedule.decay_shape='exponential' would fall to 0 at once; set a "
+            "fraction above 0, e.g. 0.01, or another decay_shape"
+        )
+    start, end = scaling.decay_span(config)
+    if start < num_warmup < end:
+        key = "decay_length" if schedule.decay_length else "decay_fraction"
+        raise ValueError(
+            f"schedule.{key}={schedule[key]}: the decay to step {end} begins at step {start}, before the end of "
+            f"{warmup}; shorten one of the two"
         )
 
 
@@ -360,7 +438,7 @@ def differences(saved: ConfigDict, config: ConfigDict) -> dict[str, str]:
 def check_resume(saved: ConfigDict, config: ConfigDict) -> None:
     """Raises ValueError, with the differences, if `config` changes what a run that has begun may not change."""
     refused = differences(saved, config)
-    independent = config.schedule.name == "constant" or config.schedule.decay_steps > 0
+    independent = config.schedule.name in ("constant", "inverse_sqrt") or config.schedule.decay_steps > 0
     if independent and config.steps > saved.steps:
         refused.pop("steps", None)
     if refused:

@@ -11,7 +11,7 @@ from jaxpretrain import evaluation
 from jaxpretrain.data.dataset import make_dataset
 from jaxpretrain.data.tokenizer import load_tokenizer
 from jaxpretrain.interop import huggingface, huggingface_config
-from jaxpretrain.interop.weights import load_params
+from jaxpretrain.interop.weights import load_weights
 from jaxpretrain.micro_batch import guess_micro_batch_size
 from jaxpretrain.parallel.mesh import make_mesh, num_data_shards
 from jaxpretrain.step import TrainStep, make_train_step
@@ -20,7 +20,10 @@ NUM_SAMPLED_TOKENS = 200
 TEMPERATURE = 0.8
 
 # Keys, by their beginnings, that a mode does not read. The model is that of the weights.
-_UNREAD_ALWAYS = ("model.", "steps", "optimizer.", "schedule.", "checkpoint.", "log.", "run.name", "run.max_bad_steps")
+_UNREAD_ALWAYS = (
+    *("model.", "steps", "optimizer.", "schedule.", "scaling.", "average.", "checkpoint.", "log."),
+    *("run.name", "run.max_bad_steps"),
+)
 _UNREAD = {
     "eval": (*_UNREAD_ALWAYS, "eval.every", "eval.ngrams"),
     "sample": (*_UNREAD_ALWAYS, "eval.", "batch_size", "micro_batch_size", "kernels."),
@@ -63,7 +66,7 @@ def evaluate(config: ConfigDict, source: str) -> str:
     """Loss on the validation split of `config`, in words."""
     validation = make_dataset(config, "valid")
     train_step = _step(config)
-    params = load_params(source, config, train_step.state.params)
+    params = load_weights(source, config, train_step.state.params)
     loss, num_tokens = evaluation.evaluate(train_step, params, validation, config.eval.max_tokens)
     return f"valid loss {loss:.4f} nats per token over {num_tokens:,} tokens of {source}"
 
@@ -75,7 +78,7 @@ def sample(config: ConfigDict, source: str, prompt: str) -> Iterator[str]:
     if len(tokens) >= config.seq_len:
         raise ValueError(f"--prompt has {len(tokens)} tokens; the model sees {config.seq_len}: shorten it")
     train_step = _step(config)
-    params = load_params(source, config, train_step.state.params)
+    params = load_weights(source, config, train_step.state.params)
     random = np.random.default_rng(config.seed)
     shown = ""
     for _ in range(NUM_SAMPLED_TOKENS + 1):

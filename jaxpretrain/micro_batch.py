@@ -1,5 +1,6 @@
 """`micro_batch_size=auto`: the largest micro-batch that fits, guessed by formula and confirmed by the compiler."""
 
+import math
 import os
 from collections.abc import Callable
 
@@ -10,8 +11,7 @@ from ml_collections import ConfigDict
 from jaxpretrain import hardware
 from jaxpretrain.errors import is_out_of_memory
 from jaxpretrain.parallel.mesh import num_data_shards
-from jaxpretrain.plan import flops
-from jaxpretrain.step import TrainStep, make_train_step
+from jaxpretrain.step import TrainStep, abstract_state, make_train_step
 
 _USABLE = 0.9  # of a device's memory; the rest is the runtime's and fragmentation's
 
@@ -71,9 +71,12 @@ def device_memory(device: jax.Device) -> int | None:
 
 
 def _state_bytes(config: ConfigDict, mesh: Mesh) -> int:
-    """Per device: float32 masters, two moments and the gradient accumulator, and a copy in compute precision."""
-    bytes_per_parameter = 16 + (4 if config.precision.compute == "float32" else 2)
-    return flops.num_parameters(config.model, config.seq_len) * bytes_per_parameter // mesh.shape["fsdp"]
+    """Per device: the state, laid out as it will be, the float32 gradients and the copy in compute precision."""
+    state = abstract_state(config, mesh)
+    sizes = jax.tree.map(lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize, state)
+    params = sum(jax.tree.leaves(sizes.params))
+    width = 4 if config.precision.compute == "float32" else 2
+    return sum(jax.tree.leaves(sizes)) + params + params * width // 4
 
 
 def _activation_bytes_per_sequence(config: ConfigDict) -> int:

@@ -57,22 +57,40 @@ def default() -> ConfigDict:
     data.cache_dir = ""  # tokenised text; "": jaxpretrain/ in the user's cache directory
 
     config.optimizer = optimizer = ConfigDict()
-    optimizer.name = "adamw"  # adamw
+    # adamw | adam_mini | adafactor | lion | lamb | sm3 | sgd | muon | schedule_free_adamw: docs/optimizers.md
+    optimizer.name = "adamw"
     optimizer.learning_rate = 1e-3  # the peak
-    optimizer.b1 = 0.9
+    optimizer.b1 = 0.9  # adafactor: of its momentum, 0: none. schedule_free_adamw: weight of the average in gradients
     optimizer.b2 = 0.95
     optimizer.eps = 1e-8
+    optimizer.momentum = 0.95  # sgd (0: none) and muon's matrices
     optimizer.weight_decay = 0.1  # decoupled, times the learning rate
     optimizer.no_decay = ("norm_scale", "bias")  # roles of parameters (models/parameter.py) without weight decay
+    optimizer.lr_multipliers = ConfigDict()  # role -> what its whole update, weight decay too, is multiplied by
     optimizer.clip = 1.0  # global gradient norm; 0: none
+    optimizer.mu_dtype = "float32"  # first moment: float32 | bfloat16 | int8 (adam_mini only)
+    optimizer.nu_dtype = "float32"  # adamw's second moment: float32 | bfloat16
+    optimizer.blocks = "v1_1"  # adam_mini: v1_1 | value_whole | v1_0 | per_tensor | fan_out
 
     config.schedule = schedule = ConfigDict()
-    schedule.name = "cosine"  # constant | cosine | linear
+    schedule.name = "cosine"  # constant | cosine | linear | inverse_sqrt | wsd (warm-up, stable, decay)
     schedule.warmup_steps = 0
+    schedule.warmup_tokens = 0  # the same in tokens, whatever the batch size; one of the two
     schedule.warmup_from = 0.0  # fraction of the peak at which the warm-up starts
     schedule.final_fraction = 0.1  # of the peak, at the end of the decay
     schedule.floor_fraction = 0.0  # of the peak, below which the decay does not go
     schedule.decay_steps = 0  # where the decay ends, counted from step 0; 0: steps
+    schedule.decay_shape = "linear"  # wsd: linear | exponential | one_minus_sqrt
+    schedule.decay_fraction = 0.1  # wsd: the last part of the steps up to its end, which decays
+    schedule.decay_length = 0  # wsd: the same in steps; 0: by decay_fraction
+
+    config.scaling = scaling = ConfigDict()  # rules that turn settings found at one batch size into those of another
+    scaling.base_batch_size = 0  # sequences; where optimizer.learning_rate and optimizer.b2 were found; 0: no rule
+    scaling.learning_rate = "none"  # none | sqrt | linear: times (batch_size / base_batch_size) or its root
+    scaling.b2 = "none"  # none | tokens: b2 ** (batch_size / base_batch_size), so the same half-life in tokens
+
+    config.average = average = ConfigDict()
+    average.horizons = ()  # tokens, each of an exponential average of the weights that is kept and evaluated
 
     config.parallel = parallel = ConfigDict()
     parallel.strategy = "ddp"  # ddp | fsdp
@@ -142,8 +160,16 @@ CHOICES = {
     "data.source": ("stdlib", "text", "megatron", "tokens", "olmo", "huggingface", "synthetic", "mixture"),
     "data.dtype": ("uint16", "uint32"),
     "data.order": ("shuffled", "sequential"),
-    "optimizer.name": ("adamw",),
-    "schedule.name": ("constant", "cosine", "linear"),
+    "optimizer.name": (
+        *("adamw", "adam_mini", "adafactor", "lion", "lamb", "sm3", "sgd", "muon", "schedule_free_adamw"),
+    ),
+    "optimizer.mu_dtype": ("float32", "bfloat16", "int8"),
+    "optimizer.nu_dtype": ("float32", "bfloat16"),
+    "optimizer.blocks": ("v1_1", "value_whole", "v1_0", "per_tensor", "fan_out"),
+    "schedule.name": ("constant", "cosine", "linear", "inverse_sqrt", "wsd"),
+    "schedule.decay_shape": ("linear", "exponential", "one_minus_sqrt"),
+    "scaling.learning_rate": ("none", "sqrt", "linear"),
+    "scaling.b2": ("none", "tokens"),
     "parallel.strategy": ("ddp", "fsdp"),
     "parallel.remat": ("none", "full"),
     "precision.compute": ("bfloat16", "float32", "float16"),
@@ -169,13 +195,19 @@ AT_LEAST = {
     "optimizer.b1": 0,
     "optimizer.b2": 0,
     "optimizer.eps": 0,
+    "optimizer.momentum": 0,
     "optimizer.weight_decay": 0,
+    "optimizer.lr_multipliers": 0,
     "optimizer.clip": 0,
     "schedule.warmup_steps": 0,
+    "schedule.warmup_tokens": 0,
     "schedule.warmup_from": 0,
     "schedule.final_fraction": 0,
     "schedule.floor_fraction": 0,
     "schedule.decay_steps": 0,
+    "schedule.decay_fraction": 0,
+    "schedule.decay_length": 0,
+    "scaling.base_batch_size": 0,
     "precision.initial_loss_scale": 1,
     "precision.loss_scale_interval": 1,
     "checkpoint.every": 0,
@@ -198,9 +230,26 @@ SOURCES_THAT_READ = {
     "row_len": ("megatron",),
 }
 
+# Which optimizers read a key of `optimizer`; all of them read the others.
+OPTIMIZERS_THAT_READ = {
+    "b1": ("adamw", "adam_mini", "adafactor", "lion", "lamb", "sm3", "muon", "schedule_free_adamw"),
+    "b2": ("adamw", "adam_mini", "lion", "lamb", "muon", "schedule_free_adamw"),
+    "eps": ("adamw", "adam_mini", "lamb", "sm3", "muon", "schedule_free_adamw"),
+    "momentum": ("sgd", "muon"),
+    "mu_dtype": ("adamw", "adam_mini", "adafactor", "lion", "lamb", "sgd", "muon"),
+    "nu_dtype": ("adamw",),
+    "blocks": ("adam_mini",),
+}
+
 _WHEN_ROTARY = (lambda c: c.model.positions == "rotary", "model.positions is 'rotary'")
 _WHEN_LLAMA3 = (lambda c: c.model.rotary.scaling == "llama3", "model.rotary.scaling is 'llama3'")
-_WHEN_DECAYING = (lambda c: c.schedule.name != "constant", "schedule.name is 'cosine' or 'linear'")
+_WHEN_DECAYING = (lambda c: c.schedule.name != "constant", "schedule.name is not 'constant'")
+_WHEN_DECAY_ENDS = (
+    lambda c: c.schedule.name not in ("constant", "inverse_sqrt"),
+    "schedule.name is 'cosine', 'linear' or 'wsd'",
+)
+_WHEN_WSD = (lambda c: c.schedule.name == "wsd", "schedule.name is 'wsd'")
+_WHEN_RESCALING = (lambda c: c.scaling.base_batch_size > 0, "scaling.base_batch_size is above 0")
 _WHEN_FLOAT16 = (lambda c: c.precision.compute == "float16", "precision.compute is 'float16'")
 _WHEN_EVALUATING = (lambda c: c.eval.every >= 0, "eval.every is not -1")
 
@@ -226,10 +275,24 @@ READ_WHEN: dict[str, tuple[Callable[[ConfigDict], bool], str]] = {
     ),
     "data.validation_fraction": (lambda c: not c.data.validation_path, "data.validation_path is empty"),
     "optimizer.no_decay": (lambda c: c.optimizer.weight_decay > 0, "optimizer.weight_decay is above 0"),
-    "schedule.final_fraction": _WHEN_DECAYING,
+    "schedule.final_fraction": _WHEN_DECAY_ENDS,
     "schedule.floor_fraction": _WHEN_DECAYING,
-    "schedule.decay_steps": _WHEN_DECAYING,
-    "schedule.warmup_from": (lambda c: c.schedule.warmup_steps > 0, "schedule.warmup_steps is above 0"),
+    "schedule.decay_steps": _WHEN_DECAY_ENDS,
+    "schedule.decay_shape": _WHEN_WSD,
+    "schedule.decay_length": _WHEN_WSD,
+    "schedule.decay_fraction": (
+        lambda c: c.schedule.name == "wsd" and c.schedule.decay_length == 0,
+        "schedule.name is 'wsd' and schedule.decay_length is 0",
+    ),
+    "schedule.warmup_from": (
+        lambda c: c.schedule.warmup_steps > 0 or c.schedule.warmup_tokens > 0,
+        "schedule.warmup_steps or schedule.warmup_tokens is above 0",
+    ),
+    "scaling.learning_rate": _WHEN_RESCALING,
+    "scaling.b2": (
+        lambda c: c.scaling.base_batch_size > 0 and c.optimizer.name in OPTIMIZERS_THAT_READ["b2"],
+        "scaling.base_batch_size is above 0 and the optimizer has a b2",
+    ),
     "precision.matmul": (lambda c: c.precision.compute == "float32", "precision.compute is 'float32'"),
     "precision.initial_loss_scale": _WHEN_FLOAT16,
     "precision.loss_scale_interval": _WHEN_FLOAT16,
@@ -242,4 +305,9 @@ for _key, _sources in SOURCES_THAT_READ.items():
     READ_WHEN[f"data.{_key}"] = (
         lambda c, s=_sources: c.data.source in s,
         f"data.source is one of {', '.join(_sources)}",
+    )
+for _key, _names in OPTIMIZERS_THAT_READ.items():
+    READ_WHEN[f"optimizer.{_key}"] = (
+        lambda c, names=_names: c.optimizer.name in names,
+        f"optimizer.name is one of {', '.join(_names)}",
     )

@@ -19,7 +19,8 @@ from jaxpretrain import losses
 from jaxpretrain.models import transformer
 from jaxpretrain.models.parameter import infos
 from jaxpretrain.ops import attention
-from jaxpretrain.optim.factory import make_optimizer
+from jaxpretrain.optim.ewa import EwaState, averaged, ewa
+from jaxpretrain.optim.factory import evaluation_params, make_optimizer
 from jaxpretrain.optim.schedules import make_schedule
 from jaxpretrain.parallel.mesh import DATA_AXES, batch_sharding, num_data_shards, rows_per_shard
 from jaxpretrain.parallel.remat import wrap_block
@@ -36,6 +37,7 @@ class TrainState:
     step: jax.Array  # int32: batches consumed, which is where the data stands
     params: Any  # float32 masters
     opt_state: Any
+    averages: EwaState | None  # of the parameters, where average.horizons names any
     skipped: jax.Array  # int32: updates not applied because a gradient was not finite
     bad_steps: jax.Array  # int32: how many in a row up to now; float16 overflows do not count
     loss_scale: jax.Array | None  # float32, float16 only: what the loss is multiplied by
@@ -55,7 +57,7 @@ class TrainStep:
     eval_batch_size: int  # rows of a batch of `evaluate`
     state: TrainState  # of jax.ShapeDtypeStruct with shardings: nothing is allocated
     batch: Batch  # of jax.ShapeDtypeStruct with shardings
-    init: Callable[[], TrainState]  # the state of step 0, created already sharded
+    init: Callable[..., TrainState]  # the state of step 0, created already sharded; takes parameters, donated
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]  # params, batch -> sum of losses, valid tokens
     logits: Callable[[Any, jax.Array], jax.Array]  # params, tokens [B, T] -> float32 [B, T, V]; for sampling
@@ -110,6 +112,7 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
     )
     schedule = make_schedule(config)
     optimizer = make_optimizer(config, schedule, parameter_infos)
+    averager = ewa(config.average.horizons)
 
     # --- Loss and gradients; the mesh axes are manual in here: arrays are this shard's own.
 
@@ -166,14 +169,27 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
             gradients, loss, num_tokens = gradients_of(state.params, batch, scale)
         num_tokens = jnp.maximum(num_tokens, 1)
         loss /= num_tokens
-        gradients = jax.tree.map(lambda g: g / (num_tokens * scale), gradients)
-        grad_norm = optax.tree.norm(gradients)
+        # Sums become means, and are clipped, in one multiplication, which fuses with what reads them.
+        factor = 1 / (num_tokens * scale)
+        grad_norm = optax.tree.norm(gradients) * factor
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
-        )
+        if config.optimizer.clip:
+            factor *= jnp.minimum(1, config.optimizer.clip / grad_norm)
+
+        def update(params: Any, opt_state: Any, averages: EwaState | None) -> tuple[Any, Any, EwaState | None]:
+            scaled = jax.tree.map(lambda g: g * factor, gradients)
+            updates, opt_state = optimizer.update(scaled, opt_state, params)
+            if averages is not None:
+                _, averages = averager.update(updates, averages, params, tokens=num_tokens)
+            return optax.apply_updates(params, updates), opt_state, averages
+
+        old = state.params, state.opt_state, state.averages
+        if device.platform == "cpu":
+            # The select below would copy the moments there, as XLA for CPUs writes one array per loop; for GPUs it is
+            # the branch that copies.
+            params, opt_state, averages = jax.lax.cond(finite, update, lambda *old: old, *old)
+        else:
+            params, opt_state, averages = jax.tree.map(functools.partial(jnp.where, finite), update(*old), old)
         metrics = dict(
             loss=loss,
             grad_norm=grad_norm,
@@ -181,27 +197,16 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
             num_tokens=num_tokens,
         )
         state = dataclasses.replace(
-            _count(state, finite, jnp.isfinite(loss), config), step=state.step + 1, params=params, opt_state=opt_state
+            _count(state, finite, jnp.isfinite(loss), config),
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            averages=averages,
         )
         metrics |= dict(skipped=state.skipped, bad_steps=state.bad_steps)
         if is_float16:
             metrics |= dict(loss_scale=state.loss_scale, overflows=state.overflows)
         return state, metrics
-
-    def init() -> TrainState:
-        model = transformer.Transformer(config.model, config.seq_len, jax.random.key(config.seed))
-        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        zero = jnp.zeros((), jnp.int32)
-        return TrainState(
-            step=zero,
-            params=params,
-            opt_state=optimizer.init(params),
-            skipped=zero,
-            bad_steps=zero,
-            loss_scale=jnp.float32(config.precision.initial_loss_scale) if is_float16 else None,
-            good_steps=zero if is_float16 else None,
-            overflows=zero if is_float16 else None,
-        )
 
     def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with jax.default_matmul_precision(matmul_precision):
@@ -212,19 +217,8 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         with jax.default_matmul_precision(matmul_precision):
             return whole(tokens, attend=functools.partial(attention.attend, implementation="xla"))
 
-    state = jax.eval_shape(init)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    shardings = dataclasses.replace(
-        jax.tree.map(lambda _: replicated, state),
-        params=strategy.shardings,
-        opt_state=optax.tree.map_params(
-            optimizer,
-            lambda _, sharding: sharding,
-            state.opt_state,
-            strategy.shardings,
-            transform_non_params=lambda _: replicated,
-        ),
-    )
+    state = abstract_state(config, mesh)
+    shardings, replicated = jax.tree.map(lambda x: x.sharding, state), NamedSharding(mesh, PartitionSpec())
     row = jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32, sharding=batch_sharding(mesh))
     return TrainStep(
         mesh=mesh,
@@ -233,10 +227,11 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         seq_len=config.seq_len,
         num_micro_batches=num_micro_batches,
         eval_batch_size=micro_batch_size * num_shards,
-        state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings),
+        state=state,
         batch={"tokens": row, "segment_ids": row} if segmented else {"tokens": row},
         init=jax.jit(
-            init,
+            functools.partial(_initial_state, config, optimizer),
+            donate_argnums=0,
             out_shardings=shardings,
             # It runs once: compiling its random numbers well takes a CPU longer than drawing them.
             compiler_options={"xla_backend_optimization_level": 0} if device.platform == "cpu" else None,
@@ -245,6 +240,50 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         evaluate=jax.jit(evaluate, out_shardings=replicated),
         logits=jax.jit(logits),
     )
+
+
+def abstract_state(config: ConfigDict, mesh: Mesh) -> TrainState:
+    """The state of a checked config on a mesh, of jax.ShapeDtypeStruct with shardings; nothing is allocated."""
+    parameter_infos = infos(transformer.build(config))
+    optimizer = make_optimizer(config, make_schedule(config), parameter_infos)
+    state = jax.eval_shape(functools.partial(_initial_state, config, optimizer))
+    strategy = make_strategy(parameter_infos, mesh, jnp.dtype(config.precision.compute))
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        state,
+        strategy.state_shardings(state, state.params),
+    )
+
+
+def _initial_state(config: ConfigDict, optimizer: optax.GradientTransformation, params: Any = None) -> TrainState:
+    if params is None:
+        model = transformer.Transformer(config.model, config.seq_len, jax.random.key(config.seed))
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    zero, is_float16 = jnp.zeros((), jnp.int32), config.precision.compute == "float16"
+    return TrainState(
+        step=zero,
+        params=params,
+        opt_state=optimizer.init(params),
+        averages=ewa(config.average.horizons).init(params) if config.average.horizons else None,
+        skipped=zero,
+        bad_steps=zero,
+        loss_scale=jnp.float32(config.precision.initial_loss_scale) if is_float16 else None,
+        good_steps=zero if is_float16 else None,
+        overflows=zero if is_float16 else None,
+    )
+
+
+def weights(state: TrainState, horizon: float | None = None) -> Any:
+    """What to evaluate, sample from and export: the average over `horizon` tokens, else what the optimizer says.
+
+    Those are the parameters themselves, or schedule-free's average. Laid out as the parameters; not jitted, as that
+    would copy them. Raises ValueError if there is no such average.
+    """
+    if horizon is None:
+        return evaluation_params(state.opt_state, state.params)
+    if state.averages is None:
+        raise ValueError(f"no average over {horizon:,} tokens; average.horizons is empty")
+    return averaged(state.averages, horizon)
 
 
 def _count(state: TrainState, finite: jax.Array, loss_is_finite: jax.Array, config: ConfigDict) -> TrainState:

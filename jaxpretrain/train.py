@@ -8,7 +8,6 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -20,12 +19,12 @@ from jaxpretrain.data.dataset import Dataset, make_dataset
 from jaxpretrain.data.loader import Loader
 from jaxpretrain.evaluation import evaluate, ngram_baseline, own_rows, place
 from jaxpretrain.interop import huggingface_config
-from jaxpretrain.interop.weights import check_same_model, load_params
+from jaxpretrain.interop.weights import check_same_model, load_weights
 from jaxpretrain.metrics import MetricsLog, has_evaluation
 from jaxpretrain.micro_batch import make_fitting_step
 from jaxpretrain.parallel.mesh import make_mesh, rows_per_shard
 from jaxpretrain.signals import StopSignal
-from jaxpretrain.step import TrainStep
+from jaxpretrain.step import TrainState, TrainStep, weights
 
 
 def train(config: ConfigDict, workdir: str, stop: StopSignal) -> bool:
@@ -79,12 +78,11 @@ def _train(config: ConfigDict, workdir: pathlib.Path, stop: StopSignal) -> bool:
         origin = f"resumed {config.checkpoint.resume_from} at step {int(state.step)}"
         if changed := config_lib.differences(parent, config):
             origin += f" ({'; '.join(changed.values())})"
+    elif config.checkpoint.init_from:
+        state = train_step.init(load_weights(config.checkpoint.init_from, config, train_step.state.params))
+        origin = f"started from the weights of {config.checkpoint.init_from}"
     else:
         state, origin = train_step.init(), "started from scratch"
-        if config.checkpoint.init_from:
-            state.params = None  # not both in memory
-            state.params = load_params(config.checkpoint.init_from, config, train_step.state.params)
-            origin = f"started from the weights of {config.checkpoint.init_from}"
     step = int(state.step)
 
     # --- Logs.
@@ -130,7 +128,7 @@ def _train(config: ConfigDict, workdir: pathlib.Path, stop: StopSignal) -> bool:
             checkpoints.save(0, state)
         if validation and step > 0 and _due(step, config.eval.every, config.steps):
             if not has_evaluation(workdir, step):  # cut short by the stop
-                evaluate_and_log(train_step, state.params, validation, config, log, step, stop)
+                evaluate_and_log(train_step, state, validation, config, log, step, stop)
         while step < config.steps and not stop.requested and divergence is None:
             batch = next(loader, None)
             if batch is None:
@@ -146,7 +144,7 @@ def _train(config: ConfigDict, workdir: pathlib.Path, stop: StopSignal) -> bool:
             if evaluates or saves:
                 read_metrics()
             if evaluates:
-                evaluate_and_log(train_step, state.params, validation, config, log, step, stop)
+                evaluate_and_log(train_step, state, validation, config, log, step, stop)
             if saves:
                 log.sync()
                 checkpoints.save(step, state)
@@ -170,16 +168,25 @@ def _train(config: ConfigDict, workdir: pathlib.Path, stop: StopSignal) -> bool:
 
 def evaluate_and_log(
     train_step: TrainStep,
-    params: Any,
+    state: TrainState,
     validation: Dataset,
     config: ConfigDict,
     log: MetricsLog,
     step: int,
     stop: StopSignal,
 ) -> None:
-    result = evaluate(train_step, params, validation, config.eval.max_tokens, stop)
-    if result:
-        log.record_eval(step, "valid", result[0], eval_tokens=result[1])
+    """The loss of the weights, then of each of their averages; all or, if `stop` came, nothing."""
+    results = []
+    for horizon in (None, *config.average.horizons):
+        result = evaluate(train_step, weights(state, horizon), validation, config.eval.max_tokens, stop)
+        if result is None:
+            return
+        results.append((horizon, *result))
+    for horizon, loss, num_tokens in results:
+        if horizon is None:
+            log.record_eval(step, "valid", loss, eval_tokens=num_tokens)
+        else:
+            log.record_eval(step, "valid_ewa", loss, horizon=horizon, eval_tokens=num_tokens)
 
 
 def describe(config: ConfigDict, train_step: TrainStep, dataset: Dataset, origin: str) -> str:
@@ -194,6 +201,10 @@ def describe(config: ConfigDict, train_step: TrainStep, dataset: Dataset, origin
         f"data: {dataset.num_tokens:,} tokens, {config.steps * config.batch_size / dataset.num_rows:.2f} epochs",
         train_step.attention.why,
     ]
+    if config.average.horizons:
+        tokens_per_step = config.batch_size * config.seq_len
+        spans = [f"{horizon:,} tokens ({horizon / tokens_per_step:,.0f} steps)" for horizon in config.average.horizons]
+        lines.append(f"averages of the weights, over {', '.join(spans)}")
     if whole := train_step.strategy.unsharded(params):
         sizes = ", ".join(f"{path} ({size:,} bytes)" for path, size in whole.items())
         lines.append(f"held whole by every device, as no dim divides by {mesh.shape['fsdp']}: {sizes}")

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpretrain import checkpoint
 from jaxpretrain import config as config_lib
-from jaxpretrain.checkpoint import Checkpoints, restore_params, restore_state
+from jaxpretrain.checkpoint import Checkpoints, restore_state, restore_weights
 from jaxpretrain.parallel.mesh import make_mesh
-from jaxpretrain.step import make_train_step
+from jaxpretrain.step import make_train_step, weights
 
 
 def make_config(strategy="fsdp", **model):
@@ -77,37 +78,74 @@ def test_restored_on_another_layout_and_back(saved, tmp_path, strategy, num_devi
     assert_equal(expected, on_host(restore_state(str(tmp_path), make_step(make_config(), 8).state)[0]))
 
 
-def test_restore_params(saved):
+def test_restore_weights(saved):
     workdir, expected = saved
-    params, config = restore_params(str(workdir))
+    params, config = restore_weights(str(workdir))
     assert_equal(expected.params, on_host(params))
     assert config == make_config()
     assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(params))
 
     like = make_step(make_config(), 4).state.params
-    params, _ = restore_params(str(workdir), 2, like)
+    params, _ = restore_weights(str(workdir), 2, like)
     assert_equal(expected.params, on_host(params))
     jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim) or pytest.fail(), params, like)
+
+
+def test_weights_of_a_run_and_nothing_else(tmp_path):
+    """An average, or schedule-free's x, on any layout; of the state no more is read than it takes.
+
+    Seen to fail with the parameters themselves.
+    """
+    config = make_config()
+    config.average.horizons = (200, 4_000)
+    config.optimizer.name, config.schedule.name = "schedule_free_adamw", "constant"
+    config_lib.check(config)
+    train_step = make_step(config, 8)
+    state = train_step.init()
+    checkpoints = Checkpoints(tmp_path, config)
+    checkpoints.save(0, state)
+    for seed in range(2):
+        state, _ = train_step.step(state, make_batch(train_step, seed))
+    expected = {horizon: on_host(weights(state, horizon)) for horizon in (None, 200, 4_000)}
+    checkpoints.save(2, state)
+    checkpoints.close()
+
+    like = make_step(config, 4).state.params
+    for horizon, params in expected.items():
+        on_cpu, _ = restore_weights(str(tmp_path), average=horizon)
+        sharded, _ = restore_weights(str(tmp_path), 2, like, horizon)
+        for restored in (on_cpu, sharded):
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), on_host(restored), params)
+        jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim) or pytest.fail(), sharded, like)
+    assert not np.allclose(expected[None]["embed"]["embedding"], state.params["embed"]["embedding"], atol=1e-5)
+
+    read = {horizon: sum(checkpoint._used(train_step.state, horizon)) for horizon in expected}
+    num_params = len(jax.tree.leaves(like))
+    assert read == {None: 2 * num_params + 1, 200: num_params + 1, 4_000: num_params + 1}  # y, z, b1; average, tokens
+    with pytest.raises(ValueError, match=r"has no average over 1,000 tokens; it has averages over 200, 4,000$"):
+        restore_weights(str(tmp_path), average=1e3)
+    with pytest.raises(ValueError, match="has averaged nothing at step 0"):
+        restore_weights(str(tmp_path), 0, average=200)
 
 
 def test_what_does_not_fit_is_named(saved, tmp_path):
     """Seen to fail without the comparison of shapes."""
     workdir, _ = saved
     with pytest.raises(ValueError, match=r"params.layers.mlp.\w+.\w+ is \(1, 64.* there, \(1, 96.* here"):
-        restore_params(str(workdir), like=_params(mlp_dim=96))
+        restore_weights(str(workdir), like=_params(mlp_dim=96))
     with pytest.raises(ValueError, match=r"unembed.* is \(64, 32\) there, absent here"):
-        restore_params(str(workdir), like=_params(tied_embeddings=True))
+        restore_weights(str(workdir), like=_params(tied_embeddings=True))
     config = make_config()
-    config.optimizer.clip = 0.0
+    config.optimizer.name = "lion"
     with pytest.raises(ValueError, match="opt_state.*absent"):
         restore_state(str(workdir), make_step(config, 1).state)
     with pytest.raises(ValueError, match=r"no checkpoint of step 3; it has \[2\]"):
-        restore_params(str(workdir), 3)
+        restore_weights(str(workdir), 3)
     with pytest.raises(ValueError, match="holds no checkpoints/"):
-        restore_params(str(tmp_path))
+        restore_weights(str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ValueError, match="holds no complete checkpoint"):
-        restore_params(str(tmp_path))
+        restore_weights(str(tmp_path))
 
 
 def _params(**model):
@@ -179,7 +217,7 @@ peaks = []
 for step in range(20):
     params = {{"w": jnp.full((50, 1 << 18), step, jnp.float32)}}
     zero = jnp.zeros((), jnp.int32)
-    checkpoints.save(step, TrainState(zero, params, {{}}, zero, zero, None, None, None))
+    checkpoints.save(step, TrainState(zero, params, {{}}, None, zero, zero, None, None, None))
     checkpoints.wait()
     peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 checkpoints.close()

@@ -4,6 +4,7 @@ import re
 import pytest
 
 from jaxpretrain import config as schema
+from jaxpretrain import schema as schema_lib
 
 TINY = "configs/tiny.py"
 
@@ -82,6 +83,7 @@ def test_key_without_value_in_the_argument_string():
         ("checkpoint.at_steps", "1,2,4", (1, 2, 4)),
         ("checkpoint.at_steps", "8", (8,)),
         ("checkpoint.at_steps", "", ()),
+        ("average.horizons", "1e6,20_000_000", (1_000_000, 20_000_000)),
         ("optimizer.no_decay", "norm_scale,bias,embedding", ("norm_scale", "bias", "embedding")),
         ("optimizer.no_decay", "", ()),
         ("log.wandb_project", "17", "17"),
@@ -104,6 +106,7 @@ def test_command_line_text_becomes_the_type_of_the_key(key, text, value):
         ("log.tensorboard", "1", "expected bool"),
         ("micro_batch_size", "big", "expected int or 'auto'"),
         ("checkpoint.at_steps", "1,two", "expected tuple"),
+        ("average.horizons", "1.5", "expected tuple"),
     ],
 )
 def test_wrong_type_on_the_command_line(key, text, expected):
@@ -137,6 +140,8 @@ def test_a_recipe_may_set_micro_batch_size(recipe):
         ("data.validation_fraction", "1", "below 1"),
         ("data.source", "mixture", "needs data.mixture"),
         ("schedule.decay_steps", "1", "ends before"),
+        ("average.horizons", "0,5", "above 0"),
+        ("average.horizons", "5,5.0", "distinct"),
     ],
 )
 def test_values_that_cannot_be(key, text, part):
@@ -179,6 +184,80 @@ def test_what_an_override_makes_pointless_returns_to_its_default(recipe):
     both = [("precision.compute", "bfloat16"), ("precision.initial_loss_scale", "128")]
     assert "has no effect" in refusal(path, both)
     assert "has no effect" in refusal(f"{path}:precision.initial_loss_scale=128", both[:1])
+
+
+# ---- optimizers, schedules and rules by batch size
+
+
+@pytest.mark.parametrize("key", schema_lib.OPTIMIZERS_THAT_READ)
+@pytest.mark.parametrize("name", schema_lib.CHOICES["optimizer.name"])
+def test_optimizer_keys_are_refused_by_optimizers_that_ignore_them(name, key):
+    """Fails if the loop over OPTIMIZERS_THAT_READ binds `names` late."""
+    values = dict(mu_dtype="bfloat16", nu_dtype="bfloat16", blocks="v1_0")
+    typed = [("optimizer.name", name), ("schedule.name", "constant"), (f"optimizer.{key}", values.get(key, "0.5"))]
+    if name in schema_lib.OPTIMIZERS_THAT_READ[key]:
+        schema.load(TINY, [*typed, ("optimizer.b2", "0.9")] if key == "nu_dtype" else typed)
+    else:
+        message = refusal(TINY, typed)
+        assert message.startswith(f"optimizer.{key}=") and "optimizer.name is one of" in message
+
+
+_SCHEDULE_FREE = [("optimizer.name", "schedule_free_adamw"), ("schedule.name", "constant")]
+_WSD = [("schedule.name", "wsd")]
+
+
+@pytest.mark.parametrize(
+    "typed, part",
+    [
+        ([("optimizer.name", "adamv")], "did you mean 'adamw'?"),
+        ([("optimizer.mu_dtype", "int8")], "only adam_mini has it"),
+        ([("optimizer.nu_dtype", "bfloat16"), ("optimizer.b2", "0.995")], "below 0.995 only"),
+        ([("optimizer.nu_dtype", "float16")], "It is one of float32, bfloat16"),
+        ([("optimizer.name", "sgd"), ("optimizer.momentum", "1")], "optimizer.momentum=1.0: must be below 1"),
+        (
+            [("optimizer.name", "sgd"), ("optimizer.momentum", "0"), ("optimizer.mu_dtype", "bfloat16")],
+            "optimizer.mu_dtype='bfloat16' has no effect: sgd with optimizer.momentum=0",
+        ),
+        (_SCHEDULE_FREE[:1], "set schedule.name='constant'"),
+        ([*_SCHEDULE_FREE, ("optimizer.b1", "0")], "optimizer.b1=0.0 with schedule_free_adamw"),
+        ([("schedule.warmup_tokens", "4096")], "schedule.warmup_steps=20 and schedule.warmup_tokens=4096 are both set"),
+        ([("schedule.name", "inverse_sqrt"), ("schedule.warmup_steps", "0")], "needs a warm-up"),
+        ([("schedule.name", "inverse_sqrt"), ("schedule.decay_steps", "50")], "schedule.decay_steps=50 has no effect"),
+        ([("schedule.decay_shape", "exponential")], "schedule.name is 'wsd'"),
+        ([*_WSD, ("schedule.decay_shape", "exponential"), ("schedule.final_fraction", "0")], "fall to 0 at once"),
+        ([*_WSD, ("schedule.decay_fraction", "0")], "must be above 0 and at most 1"),
+        ([*_WSD, ("schedule.decay_fraction", "0.95")], "begins at step 15, before the end of schedule.warmup_steps=20"),
+        ([*_WSD, ("schedule.decay_length", "500")], "schedule.decay_length=500: the decay to step 300 begins at step"),
+        ([*_WSD, ("schedule.decay_length", "9"), ("schedule.decay_fraction", "0.5")], "schedule.decay_length is 0"),
+        ([("scaling.learning_rate", "sqrt")], "scaling.base_batch_size is above 0"),
+        ([("scaling.base_batch_size", "256")], "scaling.base_batch_size=256 has no effect without a rule"),
+        (
+            [("optimizer.name", "sm3"), ("scaling.base_batch_size", "256"), ("scaling.b2", "tokens")],
+            "scaling.b2='tokens' has no effect",
+        ),
+        ([("optimizer.lr_multipliers.embedding", "-1")], "must be at least 0"),
+        ([("optimizer.lr_multipliers.embedding", "much")], "expected float"),
+    ],
+)
+def test_optimizer_settings_that_cannot_be(typed, part):
+    assert part in refusal(TINY, typed)
+
+
+def test_bfloat16_second_moment_is_checked_with_the_b2_that_is_used():
+    """Fails if the check reads optimizer.b2: 0.98 ** (8 / 64) is 0.9975."""
+    typed = [("optimizer.nu_dtype", "bfloat16"), ("scaling.base_batch_size", "64"), ("scaling.b2", "tokens")]
+    assert "b2=0.9975" in refusal(TINY, typed)
+
+
+def test_learning_rate_multipliers_from_every_place(recipe):
+    """A recipe, the argument string, the command line; and through config.json."""
+    path = recipe("config.optimizer.lr_multipliers = dict(embedding=2, bias=0.5)")
+    config = schema.load(f"{path}:optimizer.lr_multipliers.bias=3", [("optimizer.lr_multipliers.mlp_in", "0.1")])
+    assert config.optimizer.lr_multipliers.to_dict() == dict(embedding=2.0, bias=3.0, mlp_in=0.1)
+    restored = schema.from_json(schema.to_json(config))
+    assert schema.flatten(restored) == schema.flatten(config)
+    with pytest.raises(ValueError, match=r"optimizer\.lr_multipliers\.mlp_in was None, now 0\.1"):
+        schema.check_resume(schema.load(f"{path}:optimizer.lr_multipliers.bias=3"), config)
 
 
 # ---- recipes, their flags, and what their code may do wrong
@@ -327,17 +406,33 @@ def test_may_not_change_on_resume(key, text):
         schema.check_resume(saved, config)
 
 
-@pytest.mark.parametrize("independent", [("schedule.name", "constant"), ("schedule.decay_steps", "200")])
+@pytest.mark.parametrize(
+    "independent",
+    [
+        [("schedule.name", "constant")],
+        [("schedule.name", "inverse_sqrt")],
+        [("schedule.decay_steps", "200")],
+        [("schedule.name", "wsd"), ("schedule.decay_steps", "200"), ("schedule.decay_length", "50")],
+    ],
+)
 def test_steps_may_grow_where_the_schedule_does_not_depend_on_them(independent):
     """Fails if `now > before` becomes `now != before`."""
-    short, long = (schema.load(TINY, [independent, ("steps", steps)]) for steps in ("250", "500"))
+    short, long = (schema.load(TINY, [*independent, ("steps", steps)]) for steps in ("250", "500"))
     schema.check_resume(short, long)
     with pytest.raises(ValueError, match="steps was 500, now 250"):
         schema.check_resume(long, short)
 
 
+@pytest.mark.parametrize("length", [("schedule.decay_length", "50"), ("schedule.decay_fraction", "0.5")])
+def test_steps_may_not_grow_where_the_decay_ends_with_them(length):
+    """A wsd that decays over the last steps, however many, would have decayed elsewhere. Use checkpoint.resume_from."""
+    short, long = (schema.load(TINY, [("schedule.name", "wsd"), length, ("steps", steps)]) for steps in ("250", "500"))
+    with pytest.raises(ValueError, match="steps was 250, now 500"):
+        schema.check_resume(short, long)
+
+
 def test_every_rule_is_about_a_key_of_the_schema():
     known = set(schema.flatten(schema.default()))
-    rules = {*schema.CHOICES, *schema.AT_LEAST, *schema.READ_WHEN} - {"data.mixture"}
+    rules = {*schema.CHOICES, *schema.AT_LEAST, *schema.READ_WHEN} - {"data.mixture", "optimizer.lr_multipliers"}
     assert rules <= known
     assert set(schema.FREE_ON_RESUME) <= {key.split(".")[0] for key in known}

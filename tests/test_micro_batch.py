@@ -8,6 +8,7 @@ import pytest
 from jaxpretrain import config as config_lib
 from jaxpretrain import micro_batch
 from jaxpretrain.parallel.mesh import make_mesh
+from jaxpretrain.plan import flops
 
 _OUT_OF_MEMORY = [
     "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345 bytes.",
@@ -94,6 +95,21 @@ def test_formula_starts_where_memory_allows(config, compiler):
         config.micro_batch_size = "auto"
     micro_batch.guess_micro_batch_size(config, make_mesh("ddp"))
     assert config.micro_batch_size == 1
+
+
+def test_state_bytes_are_those_of_the_state(config):
+    """Fails if averages are forgotten, or if every optimizer is counted as AdamW (each tried)."""
+
+    def state_bytes(strategy="ddp"):
+        return micro_batch._state_bytes(config, make_mesh(strategy))
+
+    num_parameters = flops.num_parameters(config.model, config.seq_len)
+    assert 0 <= state_bytes() - 18 * num_parameters < 100  # masters, two moments, gradients, bfloat16 copy; counts
+    assert state_bytes("fsdp") < 18 * num_parameters / 7
+    config.average.horizons = (1000, 2000)
+    assert 0 <= state_bytes() - 26 * num_parameters < 100
+    config.optimizer.name, config.average.horizons = "sgd", ()
+    assert state_bytes() < 15 * num_parameters
 
 
 def test_compiled_memory_is_compared_with_the_device(monkeypatch):

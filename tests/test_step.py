@@ -84,6 +84,8 @@ def run(*layout, **overrides):
 
 _ONE = ("ddp", 1, BATCH_SIZE)
 _LAYOUTS = [("ddp", 8, 1), ("fsdp", 8, 1)]
+_HORIZONS = (100, 5_000)  # a batch has about 70 tokens
+_AVERAGES = dict(average__horizons=_HORIZONS)
 
 
 def host(tree):
@@ -189,6 +191,17 @@ def reference_update(model):
     return float(loss), norm, jax.tree.map(lambda g: np.asarray(g) * _CLIP / norm, gradients)
 
 
+def test_a_small_gradient_is_not_clipped():
+    """Fails if the norm is brought up to the clip as well as down to it."""
+    train_step = train_step_of("llama", *_ONE, **{**_GRADIENT, "optimizer__clip": 1e6})
+    state, metrics = train_step.step(train_step.init(), make_batch(train_step, 0))
+    (moments,) = [s for s in jax.tree.leaves(state.opt_state, is_leaf=_is_adam) if _is_adam(s)]
+    _, norm, clipped = reference_update("llama")
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-6)
+    for ours, expected in zip(jax.tree.leaves(moments.mu), jax.tree.leaves(clipped), strict=True):
+        np.testing.assert_allclose(ours, expected * norm / _CLIP, atol=2e-6 * norm)
+
+
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -249,7 +262,7 @@ def test_initial_state_is_never_whole_on_a_device():
 @pytest.mark.parametrize("layout", [_ONE, *_LAYOUTS], ids=str)
 def test_state_is_donated_and_nothing_compiles_twice(layout):
     """Fails without `donate_argnums` (tried)."""
-    train_step = train_step_of("llama", *layout)
+    train_step = train_step_of("llama", *layout, **_AVERAGES)
     state, batch = train_step.init(), make_batch(train_step, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "Some donated buffers were not usable"
@@ -259,6 +272,78 @@ def test_state_is_donated_and_nothing_compiles_twice(layout):
     assert not any(x.is_deleted() for x in batch.values())
     train_step.step(train_step.step(new, batch)[0], batch)
     assert train_step.step._cache_size() == 1
+
+
+# --- Averages
+
+
+@pytest.mark.parametrize("layout", [("ddp", 1, 2), *_LAYOUTS], ids=str)
+def test_averages_of_the_weights(layout):
+    """Of all weights there have been, by their tokens; a step counts once however many micro-batches it has (four,
+    here on one device), and each device holds no more of an average than of the parameters.
+
+    Fails if padding counts as tokens, or if a horizon takes another's average (each tried).
+    """
+    train_step = train_step_of("llama", *layout, **_AVERAGES)
+    state, history, tokens = train_step.init(), [], []
+    for i in range(6):
+        state, metrics = train_step.step(state, make_batch(train_step, i))
+        history.append(jax.tree.map(lambda x: np.array(x, np.float64), state.params))
+        tokens.append(float(metrics["num_tokens"]))
+    assert len(set(tokens)) > 1 and state.averages.tokens.tolist() == [sum(tokens), 0]
+    since = sum(tokens) - np.cumsum(tokens)
+    for horizon in _HORIZONS:
+        counts = np.exp(-since / horizon) * (1 - np.exp(-np.array(tokens) / horizon))
+        expected = jax.tree.map(lambda *x, counts=counts: np.average(np.stack(x), 0, counts), *history)
+        average = step_lib.weights(state, horizon)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), average, expected)
+        assert_laid_out(average, train_step.strategy.shardings)
+    for average in state.averages.averages:
+        assert_laid_out(average, train_step.strategy.shardings)
+
+
+def assert_laid_out(tree, shardings):
+    assert all(jax.tree.leaves(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), tree, shardings)))
+
+
+def test_weights_are_the_parameters_without_a_copy():
+    """Fails if `weights` is jitted (tried)."""
+    state = train_step_of("llama", "fsdp", 8, 1).init()
+    assert all(map(lambda a, b: a is b, *map(jax.tree.leaves, (step_lib.weights(state), state.params))))
+    with pytest.raises(ValueError, match="no average over 100 tokens; average.horizons is empty"):
+        step_lib.weights(state, 100)
+    state = train_step_of("llama", "fsdp", 8, 1, **_AVERAGES).init()
+    with pytest.raises(ValueError, match="no average over 7 tokens; there are averages over 100, 5,000"):
+        step_lib.weights(state, 7)
+
+
+_SCHEDULE_FREE = dict(optimizer__name="schedule_free_adamw", schedule__name="constant", schedule__warmup_steps=0)
+
+
+def test_schedule_free_weights():
+    """They are x, laid out as the parameters y, and both begin at the parameters given to `init`.
+
+    Fails if the optimizer's state begins from parameters drawn anew (tried: they replaced in the initial state).
+    """
+    train_step = train_step_of("llama", "fsdp", 8, 1, **_SCHEDULE_FREE)
+    given = jax.tree.map(lambda x: jax.device_put(jnp.full(x.shape, 0.5), x.sharding), train_step.state.params)
+    state = train_step.init(given)
+    jax.tree.map(lambda x: np.testing.assert_allclose(x, 0.5, rtol=1e-6), step_lib.weights(state))
+    state = train_step.init()
+    for i in range(3):
+        state, _ = train_step.step(state, make_batch(train_step, i))
+    (inner,) = [s for s in jax.tree.leaves(state.opt_state, is_leaf=_is_schedule_free) if _is_schedule_free(s)]
+    b1 = float(inner.b1)
+    expected = jax.tree.map(lambda y, z: (np.asarray(y) - (1 - b1) * np.asarray(z)) / b1, state.params, inner.z)
+    weights = step_lib.weights(state)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), weights, expected)
+    assert not np.allclose(weights["embed"]["embedding"], state.params["embed"]["embedding"], atol=1e-5)
+    assert_laid_out(weights, train_step.strategy.shardings)
+    assert_laid_out(inner.z, train_step.strategy.shardings)
+
+
+def _is_schedule_free(x):
+    return isinstance(x, optax.contrib.ScheduleFreeState)
 
 
 # --- Numbers that overflow
@@ -274,16 +359,16 @@ def poison(params):
 
 @pytest.mark.parametrize("layout", [_ONE, ("fsdp", 8, 1)], ids=str)
 def test_non_finite_gradients_skip_the_update_and_are_counted(layout):
-    """Fails if the optimizer's state is not put back (tried: `jnp.where` over params alone)."""
-    train_step = train_step_of("llama", *layout)
+    """Fails if the optimizer's state, or the averages, are not put back (tried: `jnp.where` without them)."""
+    train_step = train_step_of("llama", *layout, **_AVERAGES)
     batch = make_batch(train_step, 0)
     state, _ = train_step.step(train_step.init(), batch)
     good = host(state.params)
     state = dataclasses.replace(state, params=poison(state.params))
-    before = host((state.params, state.opt_state))
+    before = host((state.params, state.opt_state, state.averages))
     for bad_steps in (1, 2):
         state, metrics = train_step.step(state, batch)
-        assert_bitwise_equal((state.params, state.opt_state), before)
+        assert_bitwise_equal((state.params, state.opt_state, state.averages), before)
         assert int(state.bad_steps) == int(metrics["bad_steps"]) == bad_steps
         assert int(state.skipped) == int(metrics["skipped"]) == bad_steps
         assert int(state.step) == 1 + bad_steps
@@ -333,7 +418,7 @@ def test_float16_counts_what_no_scale_can_help_as_bad():
     zero = jnp.int32(0)
 
     def count(loss_scale, finite, loss_is_finite):
-        state = step_lib.TrainState(zero, None, None, zero, zero, jnp.float32(loss_scale), zero, zero)
+        state = step_lib.TrainState(zero, None, None, None, zero, zero, jnp.float32(loss_scale), zero, zero)
         state = step_lib._count(state, jnp.bool_(finite), jnp.bool_(loss_is_finite), config)
         return float(state.loss_scale), int(state.skipped), int(state.bad_steps)
 

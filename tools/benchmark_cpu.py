@@ -1,7 +1,9 @@
-"""Measures the trainer beside PyTorch on a CPU, all in one run: python tools/benchmark_cpu.py train|loader|startup
+"""Measures the trainer beside PyTorch on a CPU, all in one run:
+
+    python tools/benchmark_cpu.py train|loader|startup|optimizer
 
 Each measurement is a process of its own; the candidates take turns, so that a machine whose speed drifts
-treats them alike, and ratios are taken round by round. docs/benchmarks/cpu.md has what it printed.
+treats them alike, and ratios are taken round by round. docs/benchmarks/{cpu,optimizers}.md have what it printed.
 """
 
 import argparse
@@ -22,6 +24,7 @@ ALLOCATOR = ":".join(
 )
 BATCH_SIZE, SEQ_LEN = 4, 256
 NUM_THREADS = 2
+OPTIMIZERS = ("optax_adamw", "adam_mini_float32", "adam_mini_bfloat16", "adam_mini_int8", "torch_adamw")
 
 
 def jax_config(model: str):
@@ -128,6 +131,53 @@ def measure_loader(kind: str, file: str, num_batches: int) -> list[float]:
     return [rows * length * (num_batches - 10) / (time.perf_counter() - start)]
 
 
+def measure_optimizer(kind: str, model: str, num_steps: int) -> list[float]:
+    """Seconds of each update of the model's parameters by the optimizer alone, on gradients that stay the same."""
+    import jax
+    import optax
+
+    from jaxpretrain.models import parameter, transformer
+    from jaxpretrain.optim.adam_mini import adam_mini
+    from jaxpretrain.optim.blocks import adam_mini_blocks
+
+    infos = parameter.infos(transformer.build(jax_config(model)))
+    keys = jax.random.split(jax.random.key(0), len(jax.tree.leaves(infos)))
+    keys = jax.tree.unflatten(jax.tree.structure(infos), list(keys))
+    params = jax.tree.map(lambda info, key: jax.random.normal(key, info.shape), infos, keys)
+    settings, times = dict(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1), []
+    if kind == "torch_adamw":
+        import numpy as np
+        import torch
+
+        torch.set_num_threads(NUM_THREADS)
+        tensors = [torch.nn.Parameter(torch.from_numpy(np.array(p))) for p in jax.tree.leaves(params)]
+        for tensor in tensors:
+            tensor.grad = 0.1 * tensor.detach()
+        optimizer = torch.optim.AdamW(tensors, 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=True)
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            optimizer.step()
+            times.append(time.perf_counter() - start)
+        return times
+    if kind == "optax_adamw":
+        optimizer = optax.adamw(1e-3, **settings)
+    else:
+        dtype = kind.removeprefix("adam_mini_")
+        optimizer = adam_mini(1e-3, **settings, mu_dtype=dtype, blocks=adam_mini_blocks(infos, "v1_1"))
+
+    def update(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    gradients, state = jax.tree.map(lambda p: 0.1 * p, params), optimizer.init(params)
+    update = jax.jit(update, donate_argnums=(0, 1))
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        params, state = jax.block_until_ready(update(params, state, gradients))
+        times.append(time.perf_counter() - start)
+    return times
+
+
 def child(*arguments: str, allocator: bool = True) -> list[float]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(NUM_THREADS)}
     if allocator:
@@ -142,6 +192,8 @@ def run_child(what: str, *arguments: str) -> list[float]:
         return measure_jax(arguments[0], int(arguments[1]))
     if what in ("torch", "torch_compiled"):
         return measure_torch(arguments[0], int(arguments[1]), what == "torch_compiled")
+    if what in OPTIMIZERS:
+        return measure_optimizer(what, arguments[0], int(arguments[1]))
     return measure_loader(what, arguments[0], int(arguments[1]))
 
 
@@ -199,21 +251,34 @@ def startup(rounds: int, model: str) -> None:
     compare(f"{model}, seconds from start to the end of the first step", ["jax", "torch"], "torch", rounds, measure)
 
 
+def optimizer(rounds: int, num_steps: int, models: list[str]) -> None:
+    for model in models:
+
+        def measure(name: str, model=model) -> float:
+            return 1000 * statistics.median(child(name, model, str(num_steps))[3:])
+
+        title = f"{model}, optimizer alone, milliseconds, with the allocator settings"
+        compare(title, list(OPTIMIZERS), "optax_adamw", rounds, measure)
+
+
 def main() -> None:
     if sys.argv[1:2] == ["child"]:
         print(json.dumps(run_child(*sys.argv[2:])))
         return
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("train", "loader", "startup"))
+    parser.add_argument("what", choices=("train", "loader", "startup", "optimizer"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=13)
-    parser.add_argument("--models", default="pythia14m,pythia70m")
+    parser.add_argument("--models", help="recipes (default: pythia14m,pythia70m; optimizer: gpt2_small,llama2_102m)")
     arguments = parser.parse_args()
-    models = arguments.models.split(",")
+    default = "gpt2_small,llama2_102m" if arguments.what == "optimizer" else "pythia14m,pythia70m"
+    models = (arguments.models or default).split(",")
     if arguments.what == "train":
         train(arguments.rounds, arguments.steps, models)
     elif arguments.what == "loader":
         loader(arguments.rounds)
+    elif arguments.what == "optimizer":
+        optimizer(arguments.rounds, arguments.steps, models)
     else:
         startup(arguments.rounds, models[0])
 

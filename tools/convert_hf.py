@@ -1,6 +1,7 @@
 """Weights to and from Hugging Face's format (safetensors and config.json of GPT-NeoX, GPT-2 and Llama).
 
     python tools/convert_hf.py export --workdir=runs/pythia1b --output=pythia1b-hf [--step=N] [--dtype=bfloat16]
+        [--average=TOKENS]
     python tools/convert_hf.py import pythia-70m --workdir=runs/pythia-70m
 
 A Hugging Face folder needs no import to start a run from (--config.checkpoint.init_from=FOLDER) or to evaluate and
@@ -31,6 +32,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     export = commands.add_parser("export", help="a run's weights -> a Hugging Face folder")
     export.add_argument("--workdir", required=True, help="of the run")
     export.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
+    export.add_argument("--average", type=float, metavar="TOKENS", help="export the average over this horizon")
     export.add_argument("--output", required=True, help="the folder to make")
     export.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the weights")
     export.add_argument("--tokenizer", help="tokenizer.json to copy along (default: the run's, unless it is bytes)")
@@ -41,15 +43,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from jaxpretrain.checkpoint import restore_params
+    from jaxpretrain.checkpoint import restore_weights
     from jaxpretrain.interop import huggingface
 
-    params, config = restore_params(args.workdir, args.step)
+    params, config = restore_weights(args.workdir, args.step, average=args.average)
     tokenizer = args.tokenizer
     if tokenizer is None and config.data.tokenizer != "bytes":
         tokenizer = config.data.tokenizer
     huggingface.export(params, config, args.output, dtype=args.dtype, tokenizer=tokenizer)
-    print(f"{args.output}: {args.dtype}, {'no tokenizer' if tokenizer is None else tokenizer}")
+    what = "weights" if args.average is None else f"average over {args.average:,.0f} tokens"
+    print(f"{args.output}: {what}, {args.dtype}, {'no tokenizer' if tokenizer is None else tokenizer}")
 
 
 def _import(args: argparse.Namespace) -> None:
@@ -70,7 +73,7 @@ def _import(args: argparse.Namespace) -> None:
     params = huggingface.load_params(args.folder, config)
     # The weights and nothing else: what trains on from them has an optimizer and data of its own.
     zero = jnp.zeros((), jnp.int32)
-    state = TrainState(zero, params, {}, zero, zero, loss_scale=None, good_steps=None, overflows=None)
+    state = TrainState(zero, params, {}, None, zero, zero, loss_scale=None, good_steps=None, overflows=None)
     unfinished = workdir.with_name(f"{workdir.name}.unfinished-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:

@@ -4,7 +4,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxpretrain.checkpoint import read_config, restore_params
+from jaxpretrain.checkpoint import read_config, restore_weights
 from jaxpretrain.interop import huggingface, huggingface_config
 
 
@@ -22,12 +22,12 @@ def check_same_model(source: str, config: ConfigDict) -> None:
             )
 
 
-def load_params(source: str, config: ConfigDict, like: Any) -> Any:
+def load_weights(source: str, config: ConfigDict, like: Any) -> Any:
     """The newest weights of `source`, laid out as the abstract parameters `like` of `config`'s model.
 
-    Raises ValueError as `check_same_model`, and if they cannot be read.
+    A run's are those of `step.weights`. Raises ValueError as `check_same_model`, and if they cannot be read.
     """
     if huggingface_config.is_folder(source):
         return huggingface.load_params(source, config, like=like)
     check_same_model(source, config)
-    return restore_params(source, like=like)[0]
+    return restore_weights(source, like=like)[0]

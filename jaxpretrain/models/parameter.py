@@ -11,27 +11,54 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
+# Axes that stack parameters which are applied one at a time: nothing is ever summed or averaged over them.
+STACKED_AXES = ("layers", "experts")
+
+_NONE, _FIRST, _LAST, _ALL_BUT_LAST = slice(0, 0), slice(0, 1), slice(-1, None), slice(0, -1)
 # role -> which dims are summed over when the parameter is applied (its fan-in), stacked axes left out.
 _FAN_IN_DIMS = {
-    "query": (0,),
-    "key": (0,),
-    "value": (0,),
-    "attn_out": (0, 1),
-    "mlp_in": (0,),
-    "mlp_gate": (0,),
-    "mlp_out": (0,),
-    "embedding": (1,),
-    "unembedding": (1,),
-    "position_embedding": (1,),
-    "norm_scale": (),
-    "bias": (),
+    "query": _FIRST,
+    "key": _FIRST,
+    "value": _FIRST,
+    "query_key_value": _FIRST,  # fused, one after the other along an axis `qkv`
+    "attn_out": _ALL_BUT_LAST,
+    "mlp_in": _ALL_BUT_LAST,
+    "mlp_gate": _ALL_BUT_LAST,
+    "mlp_out": _ALL_BUT_LAST,
+    "router": _FIRST,
+    "embedding": _LAST,
+    "unembedding": _LAST,
+    "position_embedding": _LAST,
+    "patch_embedding": _ALL_BUT_LAST,
+    "conv": _ALL_BUT_LAST,  # window and input channels of a group
+    "lora_a": _ALL_BUT_LAST,
+    "lora_b": _FIRST,
+    # Mamba (Gu & Dao 2023), by the names of its own code.
+    "ssm_in_proj": _ALL_BUT_LAST,
+    "ssm_x_proj": _ALL_BUT_LAST,
+    "ssm_dt_proj": _ALL_BUT_LAST,
+    "ssm_out_proj": _ALL_BUT_LAST,
+    "ssm_a_log": slice(1, None),  # [channels, state]; Mamba-2 has [heads]
+    "ssm_d": _NONE,
+    "norm_scale": _NONE,
+    "bias": _NONE,
 }
 ROLES = tuple(_FAN_IN_DIMS)
 
 
 def fan_in(shape: tuple[int, ...], role: str) -> int:
     """Number of inputs that each output of this (unstacked) parameter sums over."""
-    return math.prod(shape[dim] for dim in _FAN_IN_DIMS[role])
+    return math.prod(shape[_FAN_IN_DIMS[role]])
+
+
+def own_dims(axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The dims of a parameter that stack nothing."""
+    return tuple(d for d, axis in enumerate(axes) if axis not in STACKED_AXES)
+
+
+def fan_in_dims(axes: tuple[str, ...], role: str) -> tuple[int, ...]:
+    """The dims, of a parameter that may be stacked, over which each of its outputs sums."""
+    return own_dims(axes)[_FAN_IN_DIMS[role]]
 
 
 def parameter(value: jax.Array, axes: tuple[str, ...], role: str) -> nnx.Param:

@@ -47,6 +47,25 @@ class Strategy:
             if not any(spec)
         }
 
+    def state_shardings(self, state: Any, params: Any) -> Any:
+        """A NamedSharding for each leaf of a state that holds parameters and what optimizers and averages keep of them.
+
+        What is kept of a parameter is what has its path within a tree of the state, so its whole path is the end of the
+        leaf's. It is laid out as the parameter is, in dims that have kept their size: Adam-mini's second moment has
+        size 1 in dims that it averages over. What has other dims (Adafactor's rows), and all else, is replicated.
+        """
+        leaves = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(self.specs), strict=True)
+        whole = {path: (param.shape, spec) for (path, param), spec in leaves}
+
+        def sharding(path, leaf):
+            shape, spec = next((whole[path[i:]] for i in range(len(path)) if path[i:] in whole), ((), ()))
+            if len(leaf.shape) != len(shape):
+                return NamedSharding(self.mesh, PartitionSpec())
+            kept = [size == before for size, before in zip(leaf.shape, shape, strict=True)]
+            return NamedSharding(self.mesh, PartitionSpec(*[a if k else None for a, k in zip(spec, kept, strict=True)]))
+
+        return jax.tree_util.tree_map_with_path(sharding, state)
+
     def compute_copy(self, params: Any) -> Any:
         """The parameters in compute precision, still laid out as stored: what is cast is what is gathered."""
         return jax.tree.map(lambda param, dtype: param.astype(dtype), params, self.dtypes)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib.util
 import math
 import os
 import pathlib
@@ -13,11 +14,12 @@ import pytest
 from flax import nnx, traverse_util
 
 from jaxpretrain import config as config_lib
+from jaxpretrain.checkpoint import Checkpoints
 from jaxpretrain.interop import huggingface
 from jaxpretrain.models import transformer
 from jaxpretrain.ops import attention
 from jaxpretrain.parallel.mesh import make_mesh
-from jaxpretrain.step import make_train_step
+from jaxpretrain.step import make_train_step, weights
 
 try:
     import torch
@@ -27,6 +29,7 @@ except ImportError:
         raise
     pytest.skip("needs torch and transformers: pip install 'jaxpretrain[parity]'", allow_module_level=True)
 
+REPOSITORY = pathlib.Path(__file__).parents[2]
 SIZES = dict(vocab_size=101, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=80)
 LLAMA = dict(**SIZES, max_position_embeddings=128, num_key_value_heads=2)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=1000.0)
@@ -74,6 +77,39 @@ CASES = {
 }
 # Without rotary, a key bias adds the same to all scores of a query.
 NO_GRADIENT = {"gpt2": ("layers.attention.key.bias",)}
+
+
+def test_an_exported_average_loads(tmp_path, capsys):
+    """Of a run of three steps: the average's weights, not the last ones. Seen to fail without --average passed on."""
+    spec = importlib.util.spec_from_file_location("convert_hf", REPOSITORY / "tools" / "convert_hf.py")
+    convert_hf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(convert_hf)
+    config = config_lib.default()
+    config.batch_size, config.micro_batch_size, config.seq_len = 8, 1, 16
+    config.model.update(dict(vocab_size=101, num_layers=1, embed_dim=32, num_heads=2, mlp_dim=64))
+    config.average.horizons = (200, 1_000_000)
+    config_lib.check(config)
+    train_step = make_train_step(config, make_mesh("ddp"))
+    state = train_step.init()
+    for seed in range(3):
+        batch = jax.device_put(tokens((8, 17), seed=seed), train_step.batch["tokens"].sharding)
+        state, _ = train_step.step(state, {"tokens": batch})
+    checkpoints = Checkpoints(tmp_path / "run", config)
+    checkpoints.save(3, state)
+    checkpoints.close()
+
+    export = ["export", f"--workdir={tmp_path / 'run'}"]
+    for name, average in {"last": None, "average": 200}.items():
+        flags = [f"--average={average}"] if average else []
+        assert convert_hf.main([*export, f"--output={tmp_path / name}", *flags]) == 0
+        assert ("average over 200 tokens" in capsys.readouterr().out) == bool(average)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        expected = np.asarray(weights(state, average)["embed"]["embedding"])
+        np.testing.assert_allclose(loaded.get_input_embeddings().weight.detach().numpy(), expected, rtol=1e-6)
+    assert not np.allclose(expected, state.params["embed"]["embedding"], atol=1e-5)
+    with pytest.raises(ValueError, match="no average over 500 tokens; it has averages over 200, 1,000,000$"):
+        convert_hf.main([*export, f"--output={tmp_path / 'none'}", "--average=5e2"])
+    assert not (tmp_path / "none").exists()
 
 
 def make_torch_model(hf_config) -> "transformers.PreTrainedModel":

@@ -48,7 +48,7 @@ def test_there_and_back(main, folder, tmp_path, capsys):
     assert main(["import", str(folder), f"--workdir={tmp_path / 'run'}"]) == 0
     printed = capsys.readouterr().out
     assert "config.model.parallel_residual = True" in printed and "num_heads" not in printed
-    params, config = checkpoint.restore_params(str(tmp_path / "run"))
+    params, config = checkpoint.restore_weights(str(tmp_path / "run"))
     assert config == config_lib.from_json((tmp_path / "run" / "config.json").read_text())
     jax.tree.map(np.testing.assert_array_equal, params, huggingface.load_params(folder, config))
 
