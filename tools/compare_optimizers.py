@@ -326,7 +326,6 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on one core")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after that")
     args = parser.parse_args()
-    os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"  # of the workers
     study = quality if args.study == "quality" else averaging
     study(Trials(args.workdir, args.jobs, args.minutes), args.workdir)
 
