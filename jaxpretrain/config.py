@@ -99,17 +99,22 @@ def _unknown_key(key: str, extra: Iterable[str] = ()) -> ValueError:
     parts = key.split(".")
     if parts[:2] == ["data", "mixture"] and len(parts) == 4:
         known = [".".join([*parts[:3], k]) for k in MIXTURE_ENTRY]
+    open_section = difflib.get_close_matches(".".join(parts[:2]) + ".", _OPEN, n=1, cutoff=0.9)
+    if open_section and len(parts) <= 3:
+        return ValueError(
+            f"unknown config key {key!r}: did you mean '{open_section[0]}{'.'.join(parts[2:]) or 'NAME'}'?"
+        )
     return ValueError(f"unknown config key {key!r}: {_nearest(key, known)}")
 
 
 def _convert(key: str, value: Any, like: Any) -> Any:
     """`value`, text from the command line or what a recipe assigned, in the type of the default `like`."""
-    expected = type(like).__name__
+    expected, example = type(like).__name__, repr(like)
     text = isinstance(value, str) and not isinstance(like, str)
     if key == "micro_batch_size":  # the one key with two types
         if value == "auto":
             return value
-        like, text, expected = 1, isinstance(value, str), "int or 'auto'"
+        like, text, expected, example = 1, isinstance(value, str), "int or 'auto'", "1"
     if text:
         try:
             value = ast.literal_eval(value)
@@ -117,6 +122,7 @@ def _convert(key: str, value: Any, like: Any) -> Any:
             value = {"true": True, "false": False}.get(value.lower(), value)
     if isinstance(like, tuple):  # of strings like the default's, else of numbers
         item = str if like and isinstance(like[0], str) else int
+        expected, example = ("words", "a,b") if item is str else ("whole numbers", "1000,20000")
         if isinstance(value, str):
             value = tuple(filter(None, (part.strip() for part in value.split(","))))
         value = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -136,7 +142,7 @@ def _convert(key: str, value: Any, like: Any) -> Any:
             return float(value)
     elif isinstance(value, str):
         return value
-    raise ValueError(f"{key}={value!r}: expected {expected}, as in {key}={like!r}")
+    raise ValueError(f"{key}={value!r}: expected {expected}, as in {key}={example}")
 
 
 def _assign(config: ConfigDict, key: str, value: Any) -> None:

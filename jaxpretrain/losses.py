@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 _CHUNK_BYTES = 256 * 2**20  # of float32 logits that the chunked loss holds at a time
 _PLAIN_BYTES = 2**30  # of float32 logits up to which "auto" computes them once: computing them again costs time
+_SCALE = 1024.0  # of the plain loss's gradients by the logits, in [-1, 1]: 1 / vocab_size is too small for float16
 _BLOCK_BYTES = 128 * 2**20  # of float32 logits that the plain loss holds at a time: blocks gain from a CPU's cache
 
 
@@ -93,16 +94,13 @@ def _plain_forward(hidden_NxD, unembedding_VxD, targets_N, mask_N, num_blocks, v
     def block(sums, tokens):
         hidden_nxD, targets_n, mask_n = tokens
         block_loss, exp_nxV, sum_n = _block_loss(*tokens, unembedding_VxD, vocab_size)
-        # The gradient by the logits is mask * (softmax - onehot) = scale * (exp - sum * onehot).
         is_target_nxV = jnp.arange(exp_nxV.shape[1]) == targets_n[:, None]
-        d_nxV = jnp.where(is_target_nxV, exp_nxV - sum_n[:, None], exp_nxV).astype(dtype)
-        scale_n = mask_n / sum_n
-        d_hidden_nxD = scale_n[:, None] * _dot(d_nxV, unembedding_VxD, 1, 0)
-        # 1 / sum is too small for float16.
-        largest = jnp.maximum(scale_n.max(), jnp.finfo(jnp.float32).tiny)
-        scaled_nxD = ((scale_n / largest)[:, None] * hidden_nxD).astype(dtype)
+        softmax_nxV = exp_nxV / sum_n[:, None]
+        d_nxV = (_SCALE * jnp.where(is_target_nxV, softmax_nxV - 1, softmax_nxV)).astype(dtype)
+        d_hidden_nxD = mask_n[:, None] / _SCALE * _dot(d_nxV, unembedding_VxD, 1, 0)
+        masked_nxD = (mask_n[:, None] * hidden_nxD).astype(dtype)
         loss, d_unembedding_VxD = sums
-        return (loss + block_loss, d_unembedding_VxD + largest * _dot(d_nxV, scaled_nxD, 0, 0)), d_hidden_nxD
+        return (loss + block_loss, d_unembedding_VxD + _dot(d_nxV, masked_nxD, 0, 0) / _SCALE), d_hidden_nxD
 
     zeros = jnp.zeros(()), jnp.zeros(unembedding_VxD.shape, jnp.float32)
     (loss, d_unembedding_VxD), d_hidden = jax.lax.scan(block, zeros, tokens)

@@ -177,7 +177,8 @@ def evaluate_and_log(
 ) -> None:
     """The loss of the weights, then of each of their averages; all or, if `stop` came, nothing."""
     results = []
-    for horizon in (None, *config.average.horizons):
+    has_averages = state.averages is not None and bool(state.averages.tokens.any())  # not while all steps were skipped
+    for horizon in (None, *(config.average.horizons if has_averages else ())):
         result = evaluate(train_step, weights(state, horizon), validation, config.eval.max_tokens, stop)
         if result is None:
             return

@@ -105,13 +105,25 @@ def test_command_line_text_becomes_the_type_of_the_key(key, text, value):
         ("optimizer.learning_rate", "fast", "expected float"),
         ("log.tensorboard", "1", "expected bool"),
         ("micro_batch_size", "big", "expected int or 'auto'"),
-        ("checkpoint.at_steps", "1,two", "expected tuple"),
-        ("average.horizons", "1.5", "expected tuple"),
+        ("checkpoint.at_steps", "1,two", "expected whole numbers"),
+        ("average.horizons", "1.5", "expected whole numbers"),
     ],
 )
 def test_wrong_type_on_the_command_line(key, text, expected):
     message = refusal(TINY, [(key, text)])
     assert message.startswith(f"{key}=") and expected in message
+
+
+@pytest.mark.parametrize(
+    "key, hint",
+    [
+        ("optimizer.lr_multipliers", "optimizer.lr_multipliers.NAME"),
+        ("optimizer.lr_multiplier.embedding", "optimizer.lr_multipliers.embedding"),
+        ("data.mixture", "data.mixture.NAME"),
+    ],
+)
+def test_sections_whose_keys_are_the_users(key, hint):
+    assert refusal(TINY, [(key, "1")]) == f"unknown config key {key!r}: did you mean {hint!r}?"
 
 
 def test_wrong_type_in_the_file(recipe):

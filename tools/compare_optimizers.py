@@ -22,7 +22,6 @@ import pathlib
 import statistics
 import time
 
-ROOT = pathlib.Path(__file__).parent.parent
 NUM_SEEDS = 4
 NUM_EVALS = 6  # points of a curve
 EVAL_TOKENS = 131_072
@@ -38,11 +37,10 @@ _COMMON = {
     "model.num_heads": 4,
     "data.source": "stdlib",
     "precision.compute": "float32",
-    "optimizer.b2": 0.95,
     "schedule.name": "cosine",
     "schedule.warmup_steps": 30,
 }
-MODELS = {
+MODELS = {  # as configs/_llama.py and _pythia.py describe them, but for the sizes
     "llama": {
         "model.num_kv_heads": 2,
         "model.mlp_dim": 352,
@@ -95,8 +93,10 @@ def run_trial(file: pathlib.Path, overrides: dict) -> None:
     from jaxpretrain.parallel.mesh import make_mesh
     from jaxpretrain.step import make_train_step, weights
 
-    pairs = [(key, str(value)) for key, value in overrides.items()]
-    config = config_lib.load(str(ROOT / "configs/tiny.py"), pairs)
+    config = config_lib.default()
+    for key, value in overrides.items():
+        config_lib.override(config, key, str(value))
+    config_lib.check(config)
     train_step = make_train_step(config, make_mesh("ddp", jax.devices()[:1]))
     training, validation = make_dataset(config, "train"), make_dataset(config, "valid")
     state, curve, start = train_step.init(), [], time.time()

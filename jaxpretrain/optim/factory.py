@@ -4,6 +4,7 @@ Which parameters do not decay, have another rate or are matrices to Muon follows
 parameters of their own: what looks at a parameter as a whole looks at each of them alone.
 """
 
+import difflib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from jaxpretrain.optim import scaling
 from jaxpretrain.optim.adam_mini import scale_by_adam_mini
 from jaxpretrain.optim.blocks import adam_mini_blocks
 
+_MIN_FACTORED = 128  # dims of either side of what Adafactor factors: Optax's default
 # The matrices of hidden layers, which Muon orthogonalises; everything else it leaves to AdamW.
 _MUON_ROLES = (
     *("query", "key", "value", "query_key_value", "attn_out", "mlp_in", "mlp_gate", "mlp_out"),
@@ -76,8 +78,16 @@ def _check_roles(no_decay: tuple[str, ...], multipliers: dict[str, float], infos
     for key, roles in (("no_decay", no_decay), ("lr_multipliers", multipliers)):
         for role in roles:
             if role not in ROLES:
-                raise ValueError(f"optimizer.{key}={role!r}: no such role; the roles are {', '.join(ROLES)}")
+                match = difflib.get_close_matches(role, ROLES, n=1)
+                hint = f"did you mean {match[0]!r}? " if match else ""
+                raise ValueError(f"optimizer.{key}={role!r}: {hint}The roles are {', '.join(ROLES)}")
     present = {info.role for info in jax.tree.leaves(infos)}
+    for role in no_decay:
+        if role not in present and role not in ("norm_scale", "bias"):  # the usual pair, whatever the model
+            raise ValueError(
+                f"optimizer.no_decay={role!r}: no parameter of this model has that role; it has "
+                f"{', '.join(sorted(present))}"
+            )
     for role, factor in multipliers.items():
         if role not in present:
             raise ValueError(
@@ -132,7 +142,7 @@ def _adafactor(config: ConfigDict, schedule: optax.Schedule, infos: dict) -> lis
     c = config.optimizer
     decays = jax.tree.map(lambda info: info.role not in c.no_decay, infos)
     steps = [
-        optax.scale_by_factored_rms(),
+        _as_matrices(optax.scale_by_factored_rms(min_dim_size_to_factor=_MIN_FACTORED), infos),
         _each_alone(optax.clip_by_block_rms(1.0), infos),
         optax.scale_by_learning_rate(schedule, flip_sign=False),
         _each_alone(optax.scale_by_param_block_rms(), infos),
@@ -198,6 +208,25 @@ def _scale_by_sm3(b1: float, eps: float, infos: dict) -> optax.GradientTransform
         return pick(new, 0), optax.ScaleBySM3State(pick(new, 1), pick(new, 2))
 
     return optax.GradientTransformation(init, update)
+
+
+def _as_matrices(tx: optax.GradientTransformation, infos: dict) -> optax.GradientTransformation:
+    """`tx` on parameters seen as [stacked dims, inputs, outputs], so that a head's few dims do not count as a side."""
+
+    def view(info: Info, x: jax.Array) -> jax.Array:
+        own, inputs = own_dims(info.axes), fan_in_dims(info.axes, info.role)
+        if len(own) < 3 or inputs != own[: len(inputs)]:
+            return x
+        sides = [math.prod(x.shape[d] for d in dims) for dims in (inputs, own[len(inputs) :])]
+        if min(sides) < _MIN_FACTORED:
+            return x
+        return x.reshape(*x.shape[: x.ndim - len(own)], *sides)
+
+    def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        viewed, state = tx.update(jax.tree.map(view, infos, updates), state, jax.tree.map(view, infos, params))
+        return jax.tree.map(lambda u, like: u.reshape(like.shape), viewed, updates), state
+
+    return optax.GradientTransformation(lambda params: tx.init(jax.tree.map(view, infos, params)), update)
 
 
 def _each_alone(tx: optax.GradientTransformation, infos: dict) -> optax.GradientTransformation:

@@ -411,10 +411,12 @@ def llama_tree():
 
 
 @pytest.mark.parametrize("dim", [0, -1])
-def test_block_means_are_reduced_together(dim):
+@pytest.mark.parametrize("target", ["cpu", "v4-8", "a100-80gb"])
+def test_block_means_are_reduced_together(target, dim, topology):
     """30 tensors, most averaged over a sharded axis: one or two all-reduces of the small means, not one each."""
     tree = llama_tree()
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    devices = jax.devices() if target == "cpu" else topology(target, 1 if target == "v4-8" else 4)
+    mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Auto,), devices=devices)
 
     def param(info):
         spec = [None] * len(info.shape)

@@ -67,7 +67,7 @@ def test_adamw_equals_the_formulas(no_decay):
 def test_role_that_does_not_exist():
     config = make_config(no_decay=("norm_scales",))
     with pytest.raises(
-        ValueError, match=r"^optimizer\.no_decay='norm_scales': no such role; the roles are .*norm_scale"
+        ValueError, match=r"^optimizer\.no_decay='norm_scales': did you mean 'norm_scale'\? The roles are .*norm_scale"
     ):
         make_optimizer(config, make_schedule(config), {})
 
@@ -260,7 +260,7 @@ def test_trains_a_sharded_transformer(name):
 def state_of(name, **optimizer):
     """The abstract state of a transformer's optimizer, its infos and its number of parameters."""
     config = config_of(name, **optimizer)
-    config.model.update(dict(vocab_size=512, num_layers=2, embed_dim=256, num_heads=2, tied_embeddings=True))
+    config.model.update(dict(vocab_size=512, num_layers=2, embed_dim=256, num_heads=8, tied_embeddings=True))
     parameters = infos(transformer.build(config))
     shapes = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), parameters)
     state = jax.eval_shape(make(config, parameters).init, shapes)
@@ -275,7 +275,7 @@ def state_of(name, **optimizer):
         ("adamw", dict(mu_dtype="bfloat16", nu_dtype="bfloat16"), 4),
         ("adam_mini", {}, 4),
         ("adam_mini", dict(mu_dtype="bfloat16"), 2),
-        ("adam_mini", dict(mu_dtype="int8"), 1),
+        ("adam_mini", dict(mu_dtype="int8"), 1.06),  # a scale for each 32 elements of a head
         ("adafactor", {}, 4),
         ("adafactor", dict(mu_dtype="bfloat16"), 2),
         ("adafactor", dict(b1=0.0), 0),
@@ -292,7 +292,9 @@ def state_of(name, **optimizer):
     ],
 )
 def test_state_bytes_and_dtypes(name, settings, expected):
-    """The bytes per parameter of docs/optimizers.md; what is not asked to be smaller is float32."""
+    """The bytes per parameter of docs/optimizers.md; what is not asked to be smaller is float32.
+
+    Fails, for adafactor, if heads of 32 dims are not seen as parts of a matrix."""
     state, _, num_params = state_of(name, **settings)
     leaves = jax.tree.leaves(state)
     assert sum(x.size * x.dtype.itemsize for x in leaves) / num_params == pytest.approx(expected, abs=0.06)
@@ -307,7 +309,7 @@ def test_state_stays_in_its_dtypes():
     before = optimizer.init(draw(0))
     _, after, _ = follow_tree(optimizer, draw(0), [draw(1), draw(2)])
     assert jax.tree.map(lambda x: x.dtype, before) == jax.tree.map(lambda x: x.dtype, after)
-    assert after[1].nu["up"].dtype == after[1].mu["up"].dtype == jnp.bfloat16
+    assert after[0].nu["up"].dtype == after[0].mu["up"].dtype == jnp.bfloat16
 
 
 def test_bfloat16_moments_stay_close():
@@ -378,7 +380,9 @@ def test_other_optimizers_evaluate_the_parameters(name):
 def test_multiplier_of_a_role_that_no_parameter_has():
     with pytest.raises(ValueError, match=r"^optimizer\.lr_multipliers\.value=2\.0: no parameter of this model has"):
         make(config_of("adamw", lr_multipliers=dict(value=2.0)))
-    with pytest.raises(ValueError, match=r"^optimizer\.lr_multipliers='values': no such role; the roles are .*value"):
+    with pytest.raises(
+        ValueError, match=r"^optimizer\.lr_multipliers='values': did you mean 'value'\? The roles are .*value"
+    ):
         make(config_of("adamw", lr_multipliers=dict(values=2.0)))
 
 
