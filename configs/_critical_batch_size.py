@@ -3,9 +3,10 @@
 Source: github.com/hlzhang109/critical-batch-size. The five models, 85M to 1.2B without embeddings
 (configs/critical-bs/*.yaml), are OLMo's: LayerNorm without bias, normalised queries and keys, no biases.
 The rate is constant after a warm-up, from a tenth of the peak, over a quarter of the Chinchilla tokens;
-no weight decay; beta2 by batch size as in its scripts/train.py. It evaluates exponentially averaged weights.
+no weight decay; beta2, and the decay per step of the averaged weights that it evaluates, by batch size as in its
+scripts/train.py.
 
-The flag batch_size, configs/cbs151m.py:batch_size=1024, takes beta2, warm-up and steps along; setting
+The flag batch_size, configs/cbs151m.py:batch_size=1024, takes beta2, horizon, warm-up and steps along; setting
 --config.batch_size alone does not. Steps are one Chinchilla budget; the study let its runs go on until
 they reached the loss of batch size 256 there. All sizes share the rate 3.16e-3; at 1.2B the study's
 fastest runs had 1e-3 up to batch size 512 and 1e-2 at 4096 and 8192.
@@ -39,23 +40,25 @@ MODELS = {
     "1.2b": (24, 2048, 32, 48_000_000),
 }
 PROXIES = {"2.4m": (3, 256, 4), "9.4m": (3, 512, 8), "19m": (6, 512, 8), "42m": (6, 768, 12)}
-BETA2 = {
-    64: 0.999,
-    128: 0.999,
-    256: 0.995,
-    512: 0.99,
-    1024: 0.99,
-    2048: 0.95,
-    4096: 0.95,
-    8192: 0.95,
-    16384: 0.95,
+# batch size: beta2, decay of the average per step
+DECAYS = {
+    64: (0.999, 0.9995),
+    128: (0.999, 0.9995),
+    256: (0.995, 0.9995),
+    512: (0.99, 0.9995),
+    1024: (0.99, 0.999),
+    2048: (0.95, 0.998),
+    4096: (0.95, 0.995),
+    8192: (0.95, 0.99),
+    16384: (0.95, 0.99),
 }
 
 
 def recipe(size: str, arg: str) -> ConfigDict:
     batch_size = schema.parse_arg(arg, batch_size=256).batch_size
-    if batch_size not in BETA2:
-        raise ValueError(f"batch_size={batch_size}: the study's table has {', '.join(map(str, BETA2))}")
+    if batch_size not in DECAYS:
+        raise ValueError(f"batch_size={batch_size}: the study's table has {', '.join(map(str, DECAYS))}")
+    beta2, decay = DECAYS[batch_size]
     num_layers, embed_dim, num_heads, sequences = MODELS[size]
     config = _shared(num_layers, embed_dim, num_heads, vocab_size=50304, tokens="pythia")
     config.batch_size = batch_size
@@ -63,10 +66,11 @@ def recipe(size: str, arg: str) -> ConfigDict:
     config.data.tokenizer = "data/pythia_tokenizer.json"
 
     config.optimizer.learning_rate = 3.16e-3
-    config.optimizer.b1, config.optimizer.b2 = 0.95, BETA2[batch_size]
+    config.optimizer.b1, config.optimizer.b2 = 0.95, beta2
     config.optimizer.weight_decay = 0.0
     config.schedule.name = "constant"
     config.schedule.warmup_steps = int(0.25 * sequences / batch_size)
+    config.average.horizons = (round(-batch_size * config.seq_len / math.log(decay)),)
     if size == "1.2b":
         config.parallel.strategy = "fsdp"
     return config

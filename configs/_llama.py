@@ -2,10 +2,13 @@
 
 Sources: sizes, examples/llama/torchtitan/models/llama/__init__.py of github.com/zyushun/Adam-mini;
 hyper-parameters, its train_configs/*.toml and train.py, a fork of torchtitan: AdamW that decays every
-parameter, a linear warm-up over 1% of the steps, then linear to zero. Adam-mini there does not decay
-norms: --config.optimizer.no_decay=norm_scale,bias. 39M to 1B are its scaling-law runs, about 26 tokens
-per parameter; 13B and Llama 3 8B its short runs on four GPUs; it publishes no file for 7B, whose recipe
-is the 13B's (its throughput table trains 7B with --config.batch_size=256).
+parameter, a linear warm-up over 1% of the steps, then linear to zero. Its Adam-mini does not decay norms:
+
+    --config.optimizer.name=adam_mini --config.optimizer.no_decay=norm_scale,bias
+
+39M to 1B are its scaling-law runs, about 26 tokens per parameter; 13B and Llama 3 8B its short runs on four
+GPUs (for those, --config.optimizer.blocks=value_whole); it publishes no file for 7B, whose recipe is the
+13B's (its throughput table trains 7B with --config.batch_size=256).
 
 Data: C4 (allenai/c4, English), tokenised with the model's own tokenizer:
 

@@ -175,11 +175,13 @@ def test_initialisation_of_the_largest_pythias_is_what_their_step_0_shows():
 
 
 def test_batch_size_of_the_critical_batch_size_models():
-    """beta2 and warm-up follow the flag; a batch size outside the study's table is refused."""
-    for batch_size, b2 in {64: 0.999, 512: 0.99, 2048: 0.95, 16384: 0.95}.items():
+    """beta2, warm-up and horizon follow the flag; a batch size outside the study's table is refused."""
+    table = {64: (0.999, 0.9995), 512: (0.99, 0.9995), 2048: (0.95, 0.998), 16384: (0.95, 0.99)}
+    for batch_size, (b2, decay) in table.items():
         config = load(f"cbs302m:batch_size={batch_size}")
         assert (config.batch_size, config.optimizer.b2) == (batch_size, b2)
         assert config.schedule.warmup_steps == 12_000_000 // (4 * batch_size)
+        assert math.exp(-batch_size * 512 / config.average.horizons[0]) == pytest.approx(decay, rel=1e-7)
     with pytest.raises(ValueError, match="batch_size=96: the study's table has 64, 128"):
         load("cbs302m:batch_size=96")
 

@@ -416,20 +416,26 @@ def test_averages(here, tmp_path):
         here(tmp_path / "run", {**changes, "steps": 7, "average.horizons": "500"})
 
 
-def test_an_evaluation_of_averages_that_is_stopped_logs_nothing(monkeypatch):
-    """It is made up for as a whole. Seen to fail with each loss logged at once."""
-    results, logged = [(1.0, 10), None], []
+def test_averages_are_evaluated_as_a_whole_and_once_there_are_any(monkeypatch):
+    """A stop logs nothing, for it is made up for as a whole; before the first update that was not skipped there is no
+    average, and a loss of it would be NaN. Seen to fail with each loss logged at once, and with all horizons always."""
     config = types.SimpleNamespace(
         average=types.SimpleNamespace(horizons=(5,)), eval=types.SimpleNamespace(max_tokens=0)
     )
-    log = types.SimpleNamespace(record_eval=lambda *args, **more: logged.append((*args, more)))
     monkeypatch.setattr(train, "weights", lambda state, horizon: None)
-    monkeypatch.setattr(train, "evaluate", lambda *args: results.pop(0))
-    train.evaluate_and_log(None, None, None, config, log, 3, None)
-    assert not logged
-    results = [(1.0, 10), (2.0, 10)]
-    train.evaluate_and_log(None, None, None, config, log, 3, None)
-    assert logged == [(3, "valid", 1.0, {"eval_tokens": 10}), (3, "valid_ewa", 2.0, {"horizon": 5, "eval_tokens": 10})]
+
+    def logged(tokens, *results):
+        lines, results = [], list(results)
+        state = types.SimpleNamespace(averages=types.SimpleNamespace(tokens=np.array([tokens, 0])))
+        log = types.SimpleNamespace(record_eval=lambda *args, **more: lines.append((*args, more)))
+        monkeypatch.setattr(train, "evaluate", lambda *args: results.pop(0))
+        train.evaluate_and_log(None, state, None, config, log, 3, None)
+        return lines
+
+    valid = (3, "valid", 1.0, {"eval_tokens": 10})
+    assert logged(7, (1.0, 10), None) == []
+    assert logged(7, (1.0, 10), (2.0, 10)) == [valid, (3, "valid_ewa", 2.0, {"horizon": 5, "eval_tokens": 10})]
+    assert logged(0, (1.0, 10)) == [valid]
 
 
 def test_another_model_cannot_be_resumed_from(here, tmp_path):
