@@ -2,7 +2,7 @@
 
     python -m jaxpretrain.main --config=configs/tiny.py --workdir=runs/tiny
 
-Hardware: two CPU cores, a minute and a half, nothing to download. The validation loss ends below the
+Hardware: two CPU cores, a bit over a minute, nothing to download. The validation loss ends below the
 entropy of byte bigrams (both are printed), so the model has learnt more than pairs.
 """
 
