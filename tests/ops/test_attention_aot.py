@@ -5,7 +5,6 @@ Without the compilers (extras aot-cuda and aot-tpu) these skip, or fail where JA
 
 import functools
 import importlib.util
-import os
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +17,11 @@ from jaxpretrain.plan import aot
 H, K = 8, 256  # Pythia-1B
 
 
-def _topology(target):
-    try:
-        return aot.topology(target)
-    except ValueError as error:
-        if os.environ.get("JAXPRETRAIN_REQUIRE_AOT") == "1":
-            raise
-        pytest.skip(str(error))
-
-
-def _temporaries(target, implementation, T, *, heads=H, kv_heads=H, head_dim=K, segmented=False, dtype=jnp.bfloat16):
+def _temporaries(
+    topology, target, implementation, T, *, heads=H, kv_heads=H, head_dim=K, segmented=False, dtype=jnp.bfloat16
+):
     """Bytes of temporary memory of the forward and backward of one sequence."""
-    device = _topology(target)[0]
+    device = topology(target)[0]
     choice = attention.select(
         "auto",
         platform=device.platform,
@@ -63,9 +55,9 @@ def _temporaries(target, implementation, T, *, heads=H, kv_heads=H, head_dim=K, 
         pytest.param("v5e-4", "splash", marks=pytest.mark.slow),
     ],
 )
-def test_memory_is_linear_in_the_length(target, implementation):
+def test_memory_is_linear_in_the_length(topology, target, implementation):
     """Seen to fail with "xla" compiled in place of the choice, on a100-80gb and v3-8."""
-    at_2048, at_4096 = (_temporaries(target, implementation, T) for T in (2048, 4096))
+    at_2048, at_4096 = (_temporaries(topology, target, implementation, T) for T in (2048, 4096))
     scores = 4096 * 4096 * H * 4  # of plain attention, in fp32; its backward holds several such
     print(
         f"{target}: {implementation} {at_2048 / 2**20:.1f} and {at_4096 / 2**20:.1f} MiB, scores {scores / 2**20:.0f}"
@@ -81,21 +73,21 @@ def test_memory_is_linear_in_the_length(target, implementation):
     "target, implementation",
     [("a100-80gb", "pallas"), ("h100", "pallas"), ("rtx-3090", "pallas"), ("v3-8", "blockwise"), ("v4-8", "splash")],
 )
-def test_documents_grouped_heads_and_odd_lengths(target, implementation, head_dim):
+def test_documents_grouped_heads_and_odd_lengths(topology, target, implementation, head_dim):
     T = 1000
-    temporaries = _temporaries(target, implementation, T, kv_heads=2, head_dim=head_dim, segmented=True)
+    temporaries = _temporaries(topology, target, implementation, T, kv_heads=2, head_dim=head_dim, segmented=True)
     assert temporaries < T * T * H * 4 * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target, head_dim", [("a100-80gb", 64), ("a100-80gb", 128), ("rtx-3090", 80), ("h100", 256)])
-def test_cudnn(target, head_dim):
-    assert _temporaries(target, "cudnn", 2000, kv_heads=2, head_dim=head_dim) < 2000 * 2000 * H * 4 / 2
+def test_cudnn(topology, target, head_dim):
+    assert _temporaries(topology, target, "cudnn", 2000, kv_heads=2, head_dim=head_dim) < 2000 * 2000 * H * 4 / 2
 
 
 @pytest.mark.slow
-def test_old_gpus_and_float32_use_blocks():
-    assert _temporaries("a100-80gb", "blockwise", 4096, dtype=jnp.float32) < 4096 * 4096 * H * 4 / 2
+def test_old_gpus_and_float32_use_blocks(topology):
+    assert _temporaries(topology, "a100-80gb", "blockwise", 4096, dtype=jnp.float32) < 4096 * 4096 * H * 4 / 2
 
 
 def test_a_missing_compiler_names_its_extra(monkeypatch):

@@ -1,22 +1,11 @@
 """Compiling without the accelerator: names of targets, and the account of memory of a program whose sizes are known."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpretrain.plan import aot
-
-
-def _topology(target, count=1):
-    try:
-        return aot.topology(target, count)
-    except ValueError as error:
-        if os.environ.get("JAXPRETRAIN_REQUIRE_AOT") == "1":
-            raise
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(
@@ -35,8 +24,8 @@ def _topology(target, count=1):
         ("v6e-8", "TPU v6 lite", 8),
     ],
 )
-def test_devices(target, device_kind, num_devices):
-    devices = _topology(target, 4)
+def test_devices(topology, target, device_kind, num_devices):
+    devices = topology(target, 4)
     assert (devices[0].device_kind, len(devices)) == (device_kind, num_devices)
 
 
@@ -53,12 +42,12 @@ def test_unknown_targets(target, message):
         aot.topology(target)
 
 
-def test_memory_of_a_sharded_program_with_donation():
+def test_memory_of_a_sharded_program_with_donation(topology):
     """w is donated, so its new value costs nothing; the gathered w and the activations are temporary.
 
     Seen to fail with `aliased` left out of `Memory.device`.
     """
-    mesh = jax.sharding.Mesh(np.array(_topology("a100-80gb", 4)), ("x",))
+    mesh = jax.sharding.Mesh(np.array(topology("a100-80gb", 4)), ("x",))
     w = jax.ShapeDtypeStruct((4096, 1024), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, jax.P("x")))
     x = jax.ShapeDtypeStruct((512, 4096), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, jax.P()))
 
@@ -77,11 +66,11 @@ def test_memory_of_a_sharded_program_with_donation():
     assert memory.host == 0
 
 
-def test_cudnn_is_asked_about_the_target_not_this_machine():
+def test_cudnn_is_asked_about_the_target_not_this_machine(topology):
     """Seen to fail without `_cudnn_of`: "cuDNN not found" here, and the limit of the local GPU elsewhere."""
 
     def compile_for(target):
-        sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(_topology(target)), ("x",)), jax.P())
+        sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(topology(target)), ("x",)), jax.P())
         q = jax.ShapeDtypeStruct((1, 256, 2, 256), jnp.bfloat16, sharding=sharding)
 
         def attend(q):
