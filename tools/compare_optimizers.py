@@ -23,8 +23,8 @@ import statistics
 import time
 
 NUM_SEEDS = 4
-NUM_EVALS = 6  # points of a curve
-EVAL_TOKENS = 131_072
+NUM_EVALS = 3  # points of a curve
+EVAL_TOKENS = 65_536
 
 _COMMON = {
     "seq_len": 256,
