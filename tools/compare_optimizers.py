@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import os
 import pathlib
+import signal
 import statistics
 import time
 
@@ -134,6 +135,8 @@ class Trials:
         for i in range(self._jobs):
             queue.put(cores[i % len(cores)])
         with concurrent.futures.ProcessPoolExecutor(self._jobs, context, _use_one_core, (queue,)) as pool:
+            # At a Ctrl-C the pool would wait for the runs; at a SIGTERM it would leave them behind.
+            signal.signal(signal.SIGINT, lambda *_: [w.kill() for w in multiprocessing.active_children()])
             futures = {}
             pending = list(todo.items())
             while pending or futures:
@@ -326,8 +329,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on one core")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after that")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     study = quality if args.study == "quality" else averaging
-    study(Trials(args.workdir, args.jobs, args.minutes), args.workdir)
+    try:
+        study(Trials(args.workdir, args.jobs, args.minutes), args.workdir)
+    except concurrent.futures.BrokenExecutor:
+        raise SystemExit("stopped; the same command goes on") from None
 
 
 if __name__ == "__main__":
