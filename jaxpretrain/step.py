@@ -217,7 +217,7 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         with jax.default_matmul_precision(matmul_precision):
             return whole(tokens, attend=functools.partial(attention.attend, implementation="xla"))
 
-    state = abstract_state(config, mesh)
+    state = _laid_out(config, optimizer, strategy)
     shardings, replicated = jax.tree.map(lambda x: x.sharding, state), NamedSharding(mesh, PartitionSpec())
     row = jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32, sharding=batch_sharding(mesh))
     return TrainStep(
@@ -246,8 +246,11 @@ def abstract_state(config: ConfigDict, mesh: Mesh) -> TrainState:
     """The state of a checked config on a mesh, of jax.ShapeDtypeStruct with shardings; nothing is allocated."""
     parameter_infos = infos(transformer.build(config))
     optimizer = make_optimizer(config, make_schedule(config), parameter_infos)
+    return _laid_out(config, optimizer, make_strategy(parameter_infos, mesh, jnp.dtype(config.precision.compute)))
+
+
+def _laid_out(config: ConfigDict, optimizer: optax.GradientTransformation, strategy: Strategy) -> TrainState:
     state = jax.eval_shape(functools.partial(_initial_state, config, optimizer))
-    strategy = make_strategy(parameter_infos, mesh, jnp.dtype(config.precision.compute))
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         state,

@@ -138,7 +138,10 @@ def history(workdir):
     """{(step, split): what the step computed}, of a clean metrics.jsonl; (step, split, horizon) of an average."""
     records = [json.loads(line) for line in lines(workdir)]
     keys = ("loss", "grad_norm", "learning_rate", "num_tokens", "skipped", "tokens", "eval_tokens")
-    name = lambda r: (r["step"], r["split"], *([r["horizon"]] if r["split"] == "valid_ewa" else []))  # noqa: E731
+
+    def name(r):
+        return r["step"], r["split"], *([r["horizon"]] if r["split"] == "valid_ewa" else [])
+
     seen = {name(r): tuple(r.get(key) for key in keys) for r in records}
     assert len(seen) == len(records), "a step is logged twice"
     train_steps = [r["step"] for r in records if r["split"] == "train"]

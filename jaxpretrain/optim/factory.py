@@ -39,7 +39,7 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule, infos: dict) ->
       infos: `models.parameter.infos(model)`, the tree of the parameters' shapes, axes and roles.
 
     Raises:
-      ValueError: for a role that does not exist, or a multiplier of a role that no parameter has.
+      ValueError: for a role that does not exist, or that no parameter of the model has.
     """
     c = config.optimizer
     multipliers = c.lr_multipliers.to_dict()

@@ -1,12 +1,11 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from jaxpretrain.data import huggingface, megatron
-
-pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'jaxpretrain[hf]'")
-import pyarrow.parquet  # noqa: E402
 
 RNG = np.random.default_rng(0)
 DOCS = [RNG.integers(0, 1000, n).tolist() for n in (5, 0, 17, 3, 1, 40)]
@@ -81,8 +80,9 @@ def test_text_columns(tmp_path, kind):
 
 
 def test_saved_by_datasets(tmp_path):
-    """What the library itself writes, where it is installed."""
-    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install 'jaxpretrain[test]'")
+    """What the library itself writes."""
+    import datasets
+
     datasets.Dataset.from_dict({"input_ids": DOCS, "text": TEXTS}).save_to_disk(tmp_path / "set", num_shards=2)
     prefix = huggingface.cached_tokens(str(tmp_path / "set"), **KEYS, cache_dir=str(tmp_path / "cache"))
     assert read(prefix) == [doc for doc in DOCS if doc]

@@ -72,6 +72,13 @@ def test_role_that_does_not_exist():
         make_optimizer(config, make_schedule(config), {})
 
 
+def test_role_that_no_parameter_has():
+    """But for the usual pair, which a model without biases may name too. Fails without the comparison."""
+    make(config_of("adamw", no_decay=("norm_scale", "bias")), {"up": INFOS["up"]})
+    with pytest.raises(ValueError, match=r"^optimizer\.no_decay='unembedding': no parameter of this model"):
+        make(config_of("adamw", no_decay=("bias", "unembedding")))
+
+
 # ---- every optimizer, on a small tree with stacked layers
 
 NAMES = CHOICES["optimizer.name"]
