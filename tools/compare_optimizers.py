@@ -3,8 +3,8 @@
     python tools/compare_optimizers.py quality --workdir=DIR [--jobs=2] [--minutes=N]
     python tools/compare_optimizers.py averaging --workdir=DIR [--jobs=2] [--minutes=N]
 
-quality: learning rates are swept for all alike on one seed, by factors of 2 until the best has a worse neighbour on
-either side; then each optimizer's best runs on NUM_SEEDS seeds. A seed stands for the initial parameters and the order
+quality: learning rates are swept for all alike on one seed, from two, by factors of 2 until the best has a worse
+neighbour on either side; then each optimizer's best runs on NUM_SEEDS seeds. A seed stands for the initial parameters and the order
 of the data, the same for all, so that differences are taken pair by pair.
 averaging: at a large batch, a constant rate with averaged weights against a cosine decay, each at its best rate.
 
@@ -55,18 +55,18 @@ MODELS = {  # as configs/_llama.py and _pythia.py describe them, but for the siz
     },
     "pythia": {"model.rotary.fraction": 0.25, "model.parallel_residual": True, "model.init": "gpt_neox"},
 }
-# Optimizer -> what it sets, and the first learning rate of the sweep; the others are 2, 4 and 8 times that.
+# Optimizer -> what it sets, and the learning rate that the sweep starts from.
 OPTIMIZERS = {
-    "adamw": ({}, 1e-3),
-    "adam_mini": ({"optimizer.name": "adam_mini"}, 1e-3),
+    "adamw": ({}, 2e-3),
+    "adam_mini": ({"optimizer.name": "adam_mini"}, 2e-3),
     **{
-        f"adam_mini {blocks}": ({"optimizer.name": "adam_mini", "optimizer.blocks": blocks}, 1e-3)
+        f"adam_mini {blocks}": ({"optimizer.name": "adam_mini", "optimizer.blocks": blocks}, 2e-3)
         for blocks in ("value_whole", "v1_0", "per_tensor", "fan_out")
     },
-    "muon": ({"optimizer.name": "muon"}, 1e-3),
-    "lion": ({"optimizer.name": "lion", "optimizer.b2": 0.98}, 1.25e-4),
-    "adafactor": ({"optimizer.name": "adafactor"}, 4e-3),
-    "schedule_free_adamw": ({"optimizer.name": "schedule_free_adamw", "schedule.name": "constant"}, 2e-3),
+    "muon": ({"optimizer.name": "muon"}, 2e-3),
+    "lion": ({"optimizer.name": "lion", "optimizer.b2": 0.98}, 2.5e-4),
+    "adafactor": ({"optimizer.name": "adafactor"}, 8e-3),
+    "schedule_free_adamw": ({"optimizer.name": "schedule_free_adamw", "schedule.name": "constant"}, 4e-3),
 }
 # At the learning rate of another, which they store in fewer bits.
 FEWER_BITS = {
@@ -178,7 +178,7 @@ def sweep(trials: Trials, prefixes: dict[str, tuple[dict, float]]) -> dict[str, 
 
     A trial is named `PREFIX lr RATE seed 0`.
     """
-    rates = {prefix: {first * 2.0**i for i in range(4)} for prefix, (_, first) in prefixes.items()}
+    rates = {prefix: {first, 2 * first} for prefix, (_, first) in prefixes.items()}
     while True:
         todo = {
             trial_name(prefix, rate, 0): overrides | {"optimizer.learning_rate": rate, "seed": 0}
@@ -278,7 +278,7 @@ def plot_quality(trials: Trials, contenders: dict, best: dict[str, float], file:
 
 def averaging(trials: Trials, workdir: pathlib.Path) -> None:
     common = _COMMON | MODELS["llama"] | _LARGE_BATCH
-    contenders = {f"averaging {name}": (common | overrides, 1e-3) for name, overrides in AVERAGING.items()}
+    contenders = {f"averaging {name}": (common | overrides, 2e-3) for name, overrides in AVERAGING.items()}
     best = sweep(trials, contenders)
     if best is None:
         print("time is up; run the same command to go on")
