@@ -15,6 +15,7 @@ from jaxpretrain.optim.adam_mini import Blocks, BlockSpec, scale_by_adam_mini
 VARIANTS = {
     "v1_1": "a block per head of queries and keys, per output neuron of other matrices, per token, per norm",
     "value_whole": "v1_1 with one block for the values of a layer, which the authors advise below 10-20 thousand steps",
+    "per_output": "v1_1 with a block per output of queries and keys too, and norms as Adam",
     "v1_0": "the paper's first version: value, attn_out and MLP one block each, embeddings as Adam",
     "fan_out": "v1_1 with a block per input of value, attn_out and MLP (Kalra et al. 2025, arXiv 2503.01843)",
     "per_tensor": "one block for every parameter of a layer",
@@ -60,10 +61,10 @@ def _blocks(info: Info, variant: str) -> BlockSpec:
         return whole
     if role == "query_key_value":
         return _fused(info, variant)
-    if role in ("query", "key"):
+    if role in ("query", "key") and variant != "per_output":
         return _all_but(axes, _head_dim(axes))
     if role == "norm_scale":
-        return whole
+        return () if variant == "per_output" else whole
     if variant == "v1_0":
         return () if role in ("embedding", "unembedding", "position_embedding") else whole
     if role == "value" and variant == "value_whole":
@@ -89,6 +90,8 @@ def _fused(info: Info, variant: str) -> Blocks:
     num_queries = info.shape[qkv] - 2
     if num_queries < 1:
         raise ValueError(f"the axis qkv has size {info.shape[qkv]}, and needs 3 or more: queries, a key and a value")
+    if variant == "per_output":
+        return Blocks(reduce=fan_in_dims(axes, info.role))
     head = _all_but(axes, (qkv, *_head_dim(axes)))
     if variant in ("value_whole", "v1_0"):
         value = own_dims(axes)
