@@ -4,8 +4,8 @@
     python tools/compare_optimizers.py averaging --workdir=DIR [--jobs=2] [--minutes=N]
 
 quality: learning rates are swept for all alike on one seed, from two, by factors of 2 until the best has a worse
-neighbour on either side; then each optimizer's best runs on NUM_SEEDS seeds. A seed stands for the initial parameters and the order
-of the data, the same for all, so that differences are taken pair by pair.
+neighbour on either side; then each optimizer's best runs on NUM_SEEDS seeds. A seed stands for the initial parameters
+and the order of the data, the same for all, so that differences are taken pair by pair.
 averaging: at a large batch, a constant rate with averaged weights against a cosine decay, each at its best rate.
 
 Every finished run leaves a file in DIR/trials and is not run again: the same command goes on where it was stopped, and
