@@ -70,7 +70,7 @@ def default() -> ConfigDict:
     optimizer.clip = 1.0  # global gradient norm; 0: none
     optimizer.mu_dtype = "float32"  # first moment: float32 | bfloat16 | int8 (adam_mini only)
     optimizer.nu_dtype = "float32"  # adamw's second moment: float32 | bfloat16
-    optimizer.blocks = "v1_1"  # adam_mini: v1_1 | value_whole | per_output | v1_0 | fan_out | per_tensor
+    optimizer.blocks = "v1_1"  # adam_mini: v1_1 | value_whole | v1_0 | fan_out | slim | per_tensor
 
     config.schedule = schedule = ConfigDict()
     schedule.name = "cosine"  # constant | cosine | linear | inverse_sqrt | wsd (warm-up, stable, decay)
@@ -165,7 +165,7 @@ CHOICES = {
     ),
     "optimizer.mu_dtype": ("float32", "bfloat16", "int8"),
     "optimizer.nu_dtype": ("float32", "bfloat16"),
-    "optimizer.blocks": ("v1_1", "value_whole", "per_output", "v1_0", "fan_out", "per_tensor"),
+    "optimizer.blocks": ("v1_1", "value_whole", "v1_0", "fan_out", "slim", "per_tensor"),
     "schedule.name": ("constant", "cosine", "linear", "inverse_sqrt", "wsd"),
     "schedule.decay_shape": ("linear", "exponential", "one_minus_sqrt"),
     "scaling.learning_rate": ("none", "sqrt", "linear"),

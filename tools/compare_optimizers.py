@@ -61,7 +61,7 @@ OPTIMIZERS = {
     "adam_mini": ({"optimizer.name": "adam_mini"}, 2e-3),
     **{
         f"adam_mini {blocks}": ({"optimizer.name": "adam_mini", "optimizer.blocks": blocks}, 2e-3)
-        for blocks in ("value_whole", "per_output", "v1_0", "fan_out", "per_tensor")
+        for blocks in ("value_whole", "v1_0", "fan_out", "slim", "per_tensor")
     },
     "muon": ({"optimizer.name": "muon"}, 2e-3),
     "lion": ({"optimizer.name": "lion", "optimizer.b2": 0.98}, 2.5e-4),

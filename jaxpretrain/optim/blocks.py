@@ -15,9 +15,9 @@ from jaxpretrain.optim.adam_mini import Blocks, BlockSpec, scale_by_adam_mini
 VARIANTS = {
     "v1_1": "a block per head of queries and keys, per output neuron of other matrices, per token, per norm",
     "value_whole": "v1_1 with one block for the values of a layer, which the authors advise below 10-20 thousand steps",
-    "per_output": "v1_1 with a block per output of queries and keys too, and norms as Adam",
     "v1_0": "the paper's first version: value, attn_out and MLP one block each, embeddings as Adam",
     "fan_out": "v1_1 with a block per input of value, attn_out and MLP (Kalra et al. 2025, arXiv 2503.01843)",
+    "slim": "fan_out with a block per output of queries and keys, and norms as Adam: SlimAdam's rule (the same paper)",
     "per_tensor": "one block for every parameter of a layer",
 }
 _VECTORS = ("bias", "ssm_a_log", "ssm_d")  # may have no inputs that are summed over
@@ -61,10 +61,10 @@ def _blocks(info: Info, variant: str) -> BlockSpec:
         return whole
     if role == "query_key_value":
         return _fused(info, variant)
-    if role in ("query", "key") and variant != "per_output":
+    if role in ("query", "key") and variant != "slim":
         return _all_but(axes, _head_dim(axes))
     if role == "norm_scale":
-        return () if variant == "per_output" else whole
+        return () if variant == "slim" else whole
     if variant == "v1_0":
         return () if role in ("embedding", "unembedding", "position_embedding") else whole
     if role == "value" and variant == "value_whole":
@@ -73,7 +73,7 @@ def _blocks(info: Info, variant: str) -> BlockSpec:
     outputs = [axis for d, axis in enumerate(axes) if d not in fan_in and axis != "layers"]
     if role not in _VECTORS and not (fan_in and outputs):
         raise ValueError(f"a parameter of the role {role!r} needs axes of inputs and of outputs")
-    if variant == "fan_out" and role in ("value", "attn_out", *_MLP):
+    if variant in ("fan_out", "slim") and role in ("value", "attn_out", *_MLP):
         return _all_but(axes, fan_in)
     return fan_in
 
@@ -90,15 +90,14 @@ def _fused(info: Info, variant: str) -> Blocks:
     num_queries = info.shape[qkv] - 2
     if num_queries < 1:
         raise ValueError(f"the axis qkv has size {info.shape[qkv]}, and needs 3 or more: queries, a key and a value")
-    if variant == "per_output":
-        return Blocks(reduce=fan_in_dims(axes, info.role))
-    head = _all_but(axes, (qkv, *_head_dim(axes)))
+    fan_in = fan_in_dims(axes, info.role)
+    head = fan_in if variant == "slim" else _all_but(axes, (qkv, *_head_dim(axes)))
     if variant in ("value_whole", "v1_0"):
         value = own_dims(axes)
-    elif variant == "fan_out":
-        value = _all_but(axes, fan_in_dims(axes, info.role))
+    elif variant in ("fan_out", "slim"):
+        value = _all_but(axes, fan_in)
     else:
-        value = fan_in_dims(axes, info.role)
+        value = fan_in
     common = tuple(d for d in head if d in value)
     further_head, further_value = (tuple(d for d in dims if d not in common) for dims in (head, value))
     segments = ((num_queries, further_head), (1, further_head), (1, further_value))

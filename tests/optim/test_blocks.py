@@ -72,8 +72,10 @@ def test_llama_with_grouped_queries():
             "attention.value.kernel": (3, 32, 1, 1), "attention.out.kernel": (3, 4, 8, 1),
             "mlp.up.kernel": (3, 32, 1), "mlp.gate.kernel": (3, 32, 1), "mlp.down.kernel": (3, 48, 1),
         }),
-        ("per_output", {
+        ("slim", {
             "attention.query.kernel": (3, 1, 4, 8), "attention.key.kernel": (3, 1, 2, 8),
+            "attention.value.kernel": (3, 32, 1, 1), "attention.out.kernel": (3, 4, 8, 1),
+            "mlp.up.kernel": (3, 32, 1), "mlp.gate.kernel": (3, 32, 1), "mlp.down.kernel": (3, 48, 1),
             "attention_norm.scale": (3, 32), "mlp_norm.scale": (3, 32), "final_norm.scale": (32,),
         }),
         ("v1_0", {
@@ -119,7 +121,7 @@ def test_every_recipe_has_blocks(recipe, variant):
         layers = i.shape[0] if i.axes[0] == "layers" else 1
         assert layers == 1 or shapes[path][0] == layers, path
         if i.role == "norm_scale":
-            assert np.prod(shapes[path]) == (np.prod(i.shape) if variant == "per_output" else layers), path
+            assert np.prod(shapes[path]) == (np.prod(i.shape) if variant == "slim" else layers), path
 
 
 def test_query_and_key_norms():
@@ -255,7 +257,5 @@ def test_parameter_without_a_rule(role, axes, message):
 
 
 def test_variant_that_does_not_exist():
-    with pytest.raises(
-        ValueError, match="'v2': choose one of v1_1, value_whole, per_output, v1_0, fan_out, per_tensor$"
-    ):
+    with pytest.raises(ValueError, match="'v2': choose one of v1_1, value_whole, v1_0, fan_out, slim, per_tensor$"):
         adam_mini_blocks({}, "v2")
