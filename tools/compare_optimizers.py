@@ -24,7 +24,7 @@ import statistics
 import time
 
 NUM_SEEDS = 4
-NUM_EVALS = 3  # points of a curve
+NUM_EVALS = {"quality": 1, "averaging": 5}  # of a run, the last at its end
 EVAL_TOKENS = 65_536
 MICRO_BATCH_SIZE = 2  # the fastest on one core, as its cache holds the activations
 
@@ -68,15 +68,16 @@ OPTIMIZERS = {
     "adafactor": ({"optimizer.name": "adafactor"}, 8e-3),
     "schedule_free_adamw": ({"optimizer.name": "schedule_free_adamw", "schedule.name": "constant"}, 4e-3),
 }
-# At the learning rate of another, which they store in fewer bits.
+# At the learning rate of another, which they store in fewer bits; for the first model.
 FEWER_BITS = {
     "adamw bf16 moments": ("adamw", {"optimizer.mu_dtype": "bfloat16", "optimizer.nu_dtype": "bfloat16"}),
     "adam_mini bf16 m": ("adam_mini", {"optimizer.mu_dtype": "bfloat16"}),
     "adam_mini int8 m": ("adam_mini", {"optimizer.mu_dtype": "int8"}),
 }
 
-_LARGE_BATCH = {"batch_size": 64, "steps": 160, "schedule.warmup_steps": 20}
-_TOKENS = 64 * 256 * 160
+_LARGE_BATCH = {"batch_size": 32, "steps": 160, "schedule.warmup_steps": 20}
+_BATCH_TOKENS = 32 * 256
+_TOKENS = 160 * _BATCH_TOKENS
 HORIZONS = (_TOKENS // 32, _TOKENS // 16, _TOKENS // 8)
 AVERAGING = {
     "cosine": {},
@@ -84,7 +85,7 @@ AVERAGING = {
 }
 
 
-def run_trial(file: pathlib.Path, overrides: dict) -> None:
+def run_trial(file: pathlib.Path, overrides: dict, num_evals: int) -> None:
     """Trains, and writes the validation losses (nats per token): [step, loss, {horizon: loss of the average}]."""
     import jax
 
@@ -103,7 +104,7 @@ def run_trial(file: pathlib.Path, overrides: dict) -> None:
     state, curve, start = train_step.init(), [], time.time()
     for step in range(1, config.steps + 1):
         state, metrics = train_step.step(state, training.batch(step - 1))
-        if step % math.ceil(config.steps / NUM_EVALS) == 0 or step == config.steps:
+        if step % math.ceil(config.steps / num_evals) == 0 or step == config.steps:
             losses = [
                 evaluate(train_step, weights(state, horizon), validation, EVAL_TOKENS)[0]
                 for horizon in (None, *config.average.horizons)
@@ -121,7 +122,8 @@ def run_trial(file: pathlib.Path, overrides: dict) -> None:
 class Trials:
     """Runs trials, `jobs` at a time, each on a core of its own, and remembers their results."""
 
-    def __init__(self, workdir: pathlib.Path, jobs: int, minutes: float):
+    def __init__(self, workdir: pathlib.Path, jobs: int, minutes: float, num_evals: int):
+        self._num_evals = num_evals
         self._folder, self._jobs, self._deadline = workdir / "trials", jobs, time.time() + 60 * minutes
         self._folder.mkdir(parents=True, exist_ok=True)
         self.results = {}
@@ -142,7 +144,7 @@ class Trials:
             while pending or futures:
                 while pending and len(futures) < self._jobs and time.time() < self._deadline:
                     name, overrides = pending.pop(0)
-                    futures[pool.submit(run_trial, self._file(name), overrides)] = name
+                    futures[pool.submit(run_trial, self._file(name), overrides, self._num_evals)] = name
                 if not futures:
                     break
                 for future in concurrent.futures.wait(futures, return_when="FIRST_COMPLETED").done:
@@ -212,10 +214,10 @@ def quality(trials: Trials, workdir: pathlib.Path) -> None:
     if best is None:
         print("time is up; run the same command to go on")
         return
-    for model in MODELS:
-        for name, (like, overrides) in FEWER_BITS.items():
-            contenders[f"{model} {name}"] = (contenders[f"{model} {like}"][0] | overrides, 0.0)
-            best[f"{model} {name}"] = best[f"{model} {like}"]
+    model = next(iter(MODELS))
+    for name, (like, overrides) in FEWER_BITS.items():
+        contenders[f"{model} {name}"] = (contenders[f"{model} {like}"][0] | overrides, 0.0)
+        best[f"{model} {name}"] = best[f"{model} {like}"]
     seeds = range(NUM_SEEDS)
     final = {
         trial_name(prefix, best[prefix], seed): overrides | {"optimizer.learning_rate": best[prefix], "seed": seed}
@@ -284,14 +286,14 @@ def averaging(trials: Trials, workdir: pathlib.Path) -> None:
         print("time is up; run the same command to go on")
         return
     lines = [
-        f"\nllama, batches of {64 * 256:,} tokens, {_TOKENS:,} tokens in all:\n",
+        f"\nllama, batches of {_BATCH_TOKENS:,} tokens, {_TOKENS:,} tokens in all:\n",
         "| schedule | best rate | weights | loss |",
         "|---|---|---|---|",
     ]
     figure, (panel,) = subplots(1)
     for prefix, rate in best.items():
         curve = trials.results[trial_name(prefix, rate, 0)]["curve"]
-        schedule, tokens = prefix.split()[1], [64 * 256 * step for step, *_ in curve]
+        schedule, tokens = prefix.split()[1], [_BATCH_TOKENS * step for step, *_ in curve]
         lines.append(f"| {schedule} | {rate:g} | last | {curve[-1][1]:.4f} |")
         panel.plot(tokens, [loss for _, loss, _ in curve], marker="o", markersize=3, label=f"{schedule}, last weights")
         for horizon in curve[-1][2]:
@@ -332,7 +334,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     study = quality if args.study == "quality" else averaging
     try:
-        study(Trials(args.workdir, args.jobs, args.minutes), args.workdir)
+        study(Trials(args.workdir, args.jobs, args.minutes, NUM_EVALS[args.study]), args.workdir)
     except concurrent.futures.BrokenExecutor:
         raise SystemExit("stopped; the same command goes on") from None
 
