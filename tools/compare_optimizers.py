@@ -24,7 +24,7 @@ import statistics
 import time
 
 NUM_SEEDS = 4
-NUM_EVALS = {"quality": 1, "averaging": 5}  # of a run, the last at its end
+NUM_EVALS = {"quality": 1, "averaging": 4}  # of a run, the last at its end
 EVAL_TOKENS = 65_536
 MICRO_BATCH_SIZE = 2  # the fastest on one core, as its cache holds the activations
 
@@ -75,9 +75,9 @@ FEWER_BITS = {
     "adam_mini int8 m": ("adam_mini", {"optimizer.mu_dtype": "int8"}),
 }
 
-_LARGE_BATCH = {"batch_size": 32, "steps": 160, "schedule.warmup_steps": 20}
+_LARGE_BATCH = {"batch_size": 32, "steps": 120, "schedule.warmup_steps": 15}
 _BATCH_TOKENS = 32 * 256
-_TOKENS = 160 * _BATCH_TOKENS
+_TOKENS = 120 * _BATCH_TOKENS
 HORIZONS = (_TOKENS // 32, _TOKENS // 16, _TOKENS // 8)
 AVERAGING = {
     "cosine": {},
