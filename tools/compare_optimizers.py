@@ -268,13 +268,13 @@ def plot_quality(trials: Trials, contenders: dict, best: dict[str, float], file:
                 for name, result in trials.results.items()
                 if name.startswith(start) and name.endswith(" seed 0")
             )
-            panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=prefix.partition(" ")[2])
-        lowest = min(
-            trials.loss(trial_name(prefix, rate, 0)) for prefix, rate in best.items() if prefix[:5] == model[:5]
-        )
-        panel.set(title=model, xscale="log", xlabel="learning rate", ylim=(lowest - 0.02, lowest + 0.4))
+            name = prefix.partition(" ")[2]
+            style = "--" if " " in name else "-"  # variants of one optimizer
+            panel.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=name)
+        bests = [trials.loss(trial_name(prefix, rate, 0)) for prefix, rate in best.items() if prefix.startswith(model)]
+        panel.set(title=model, xscale="log", xlabel="learning rate", ylim=(min(bests) - 0.05, max(bests) + 0.2))
     axes[0].set_ylabel("validation loss, nats per token")
-    axes[-1].legend(fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.savefig(file)
 
 
@@ -314,7 +314,8 @@ def subplots(num_panels: int):
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, num_panels, figsize=(5 * num_panels, 4), squeeze=False, layout="constrained")
+    pyplot.rcParams["axes.prop_cycle"] = pyplot.cycler(color=pyplot.get_cmap("tab20").colors[::2] + ((0, 0, 0),))
+    figure, axes = pyplot.subplots(1, num_panels, figsize=(5 * num_panels + 1, 4), squeeze=False, layout="constrained")
     return figure, axes[0]
 
 
