@@ -147,6 +147,7 @@ def restore_weights(
             mesh = make_mesh("ddp", jax.local_devices(backend="cpu")[:1])
         else:
             mesh = jax.tree.leaves(like)[0].sharding.mesh
+        config.parallel.offload = "none"
         state = abstract_state(config, mesh)
         with _reading(manager, step):
             saved = _saved_tree(manager, step)

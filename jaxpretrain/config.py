@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import json
 import pathlib
+import re
 import sys
 import traceback
 import types
@@ -27,6 +28,7 @@ from jaxpretrain.optim import scaling
 from jaxpretrain.schema import (
     AT_LEAST,
     CHOICES,
+    FORMS,
     FREE_ON_RESUME,
     MIXTURE_ENTRY,
     READ_WHEN,
@@ -264,6 +266,10 @@ def check(config: ConfigDict) -> None:
             match = difflib.get_close_matches(value, choices, n=1)
             hint = f"did you mean {match[0]!r}? " if match else ""
             raise ValueError(f"{key}={value!r}: {hint}It is one of {', '.join(choices)}")
+        if key in FORMS:
+            expression, words = FORMS[key]
+            if not re.fullmatch(expression, value):
+                raise ValueError(f"{key}={value!r}: must be {words}")
         minimum = AT_LEAST.get(_schema_key(key), value)
         if value < minimum:
             raise ValueError(f"{key}={value}: must be at least {minimum}")

@@ -13,8 +13,8 @@ def explain(error: Exception) -> str:
         return text
     if is_out_of_memory(error):
         return (
-            "out of memory: lower micro_batch_size, or set parallel.remat=full, or parallel.strategy=fsdp on several "
-            f"devices ({text[:300]})"
+            "out of memory: lower micro_batch_size, or set parallel.remat=full, parallel.offload=optimizer, or "
+            f"parallel.strategy=fsdp on several devices ({text[:300]})"
         )
     if isinstance(error, OSError):
         return text

@@ -49,9 +49,13 @@ def cross_entropy(
       vocab_size: rows beyond it are a layout's padding and get no probability.
       implementation: `plain` holds the logits of a block of tokens at a time, and with them computes the gradients at
         once, in the forward; these are in float32. `chunked` holds a slice of the vocabulary at a time, and computes
-        it again in the backward: one more matrix multiplication of the head, but least memory.
+        it again in the backward: one more matrix multiplication of the head, but least memory. `whole` holds all
+        logits, and leaves the gradients to JAX.
     """
     num_rows, num_tokens = unembedding_VxD.shape[0], hidden_NxD.shape[0]
+    if implementation == "whole":
+        logits_NxV = _mask_padding(_dot(hidden_NxD, unembedding_VxD, 1, 1), 0, vocab_size)
+        return jnp.sum(mask_N * (jax.nn.logsumexp(logits_NxV, axis=-1) - _pick(logits_NxV, targets_N)))
     if implementation == "plain":
         num_blocks = max(1, math.ceil(4 * num_rows * num_tokens / _BLOCK_BYTES))
         return _plain(hidden_NxD, unembedding_VxD, targets_N, mask_N, num_blocks, vocab_size)

@@ -1,7 +1,11 @@
-"""Trains, evaluates or samples: `python -m jaxpretrain.main --config=configs/tiny.py --workdir=runs/tiny`."""
+"""Trains, evaluates and samples: `python -m jaxpretrain.main --config=configs/tiny.py --workdir=runs/tiny`."""
 
+import argparse
+import json
 import os
 import pathlib
+
+from ml_collections import ConfigDict
 
 from jaxpretrain import cli
 from jaxpretrain.signals import StopSignal
@@ -10,13 +14,18 @@ from jaxpretrain.signals import StopSignal
 def main(argv: list[str]) -> int:
     parser = cli.ArgumentParser(description=__doc__)
     parser.add_argument("--workdir", help="the run's directory; eval and sample also take a Hugging Face folder")
-    parser.add_argument("--mode", choices=("train", "eval", "sample"), default="train")
+    parser.add_argument("--mode", choices=("train", "eval", "sample", "describe"), default="train")
     parser.add_argument("--prompt", help="sample: the text to continue")
+    parser.add_argument("--count", type=int, help="describe: the number of devices, 1 if not given")
+    parser.add_argument("--json", metavar="FILE", help="describe: also write it there")
     arguments, overrides = parser.parse(argv)
+    for flag, mode in (("prompt", "sample"), ("count", "describe"), ("json", "describe")):
+        if getattr(arguments, flag) is not None and arguments.mode != mode:
+            raise ValueError(f"--{flag} has no effect with --mode={arguments.mode}; add --mode={mode}")
+    if arguments.mode == "describe":
+        return describe(cli.load_config(arguments, overrides), arguments)
     if not arguments.workdir:
         raise ValueError("--workdir is missing: name a directory for config, metrics and checkpoints")
-    if arguments.prompt is not None and arguments.mode != "sample":
-        raise ValueError(f"--prompt has no effect with --mode={arguments.mode}; add --mode=sample")
 
     # Imported here: a mistake in the flags or the config is reported before JAX is loaded.
     if arguments.mode == "train":
@@ -38,6 +47,22 @@ def main(argv: list[str]) -> int:
         for text in inference.sample(config, arguments.workdir, arguments.prompt or ""):
             print(text, end="", flush=True)
         print()
+    return cli.EXIT_DONE
+
+
+def describe(config: ConfigDict, arguments: argparse.Namespace) -> int:
+    count = 1 if arguments.count is None else arguments.count
+    if count < 1:
+        raise ValueError(f"--count={count}: must be at least 1")
+    # So many CPU devices stand for any: before JAX is imported.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    from jaxpretrain import describe as describe_lib
+
+    description = describe_lib.describe(config, count)
+    print(describe_lib.to_text(description))
+    if arguments.json:
+        pathlib.Path(arguments.json).write_text(json.dumps(description, indent=1) + "\n")
     return cli.EXIT_DONE
 
 

@@ -1,6 +1,5 @@
 """`micro_batch_size=auto`: the largest micro-batch that fits, guessed by formula and confirmed by the compiler."""
 
-import math
 import os
 from collections.abc import Callable
 
@@ -10,8 +9,10 @@ from ml_collections import ConfigDict
 
 from jaxpretrain import hardware
 from jaxpretrain.errors import is_out_of_memory
+from jaxpretrain.parallel import offload
 from jaxpretrain.parallel.mesh import num_data_shards
-from jaxpretrain.step import TrainStep, abstract_state, make_train_step
+from jaxpretrain.plan.memory import state_bytes
+from jaxpretrain.step import TrainStep, make_train_step
 
 _USABLE = 0.9  # of a device's memory; the rest is the runtime's and fragmentation's
 
@@ -23,12 +24,12 @@ def make_fitting_step(config: ConfigDict, mesh: Mesh) -> tuple[TrainStep, Callab
     """
     if config.micro_batch_size != "auto":
         train_step = make_train_step(config, mesh)
-        return train_step, _compile(train_step)
+        return train_step, _compile(train_step, config)
     for micro_batch_size in _candidates(config, mesh):
         _set_micro_batch_size(config, micro_batch_size)
         train_step = make_train_step(config, mesh)
         try:
-            compiled = _compile(train_step)
+            compiled = _compile(train_step, config)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -54,7 +55,7 @@ def _candidates(config: ConfigDict, mesh: Mesh) -> list[int]:
     limit = device_memory(mesh.devices.flat[0])
     if limit is None:
         return [1]
-    free = _USABLE * limit - _state_bytes(config, mesh)
+    free = _USABLE * limit - state_bytes(config, mesh).device
     fitting = [d for d in divisors if d * _activation_bytes_per_sequence(config) < free]
     return fitting or [1]
 
@@ -70,15 +71,6 @@ def device_memory(device: jax.Device) -> int | None:
     return stats.get("bytes_limit") or (accelerator and accelerator.memory_bytes)
 
 
-def _state_bytes(config: ConfigDict, mesh: Mesh) -> int:
-    """Per device: the state, laid out as it will be, the float32 gradients and the copy in compute precision."""
-    state = abstract_state(config, mesh)
-    sizes = jax.tree.map(lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize, state)
-    params = sum(jax.tree.leaves(sizes.params))
-    width = 4 if config.precision.compute == "float32" else 2
-    return sum(jax.tree.leaves(sizes)) + params + params * width // 4
-
-
 def _activation_bytes_per_sequence(config: ConfigDict) -> int:
     """What the backward of one sequence needs, roughly: a first guess, the compiler has the last word."""
     m = config.model
@@ -87,14 +79,16 @@ def _activation_bytes_per_sequence(config: ConfigDict) -> int:
     heads_dim = 2 * heads * (m.head_dim or m.embed_dim // m.num_heads)  # of queries, keys, values and the output
     hidden = (m.mlp_dim or 4 * m.embed_dim) * (2 if m.gated_mlp else 1)
     per_layer = width * ((1 if m.parallel_residual else 2) * m.embed_dim + heads_dim + hidden)
-    kept = width * m.embed_dim if config.parallel.remat == "full" else per_layer
+    kept = per_layer if config.parallel.remat == "none" else width * m.embed_dim
     logits = 3 * 4 * m.vocab_size
     in_backward = 3 * per_layer  # of one layer: what was kept, its gradient, and float32 between the two
     return config.seq_len * (m.num_layers * kept + in_backward + min(logits, 2**18))
 
 
-def _compile(train_step: TrainStep) -> Callable:
-    return train_step.step.lower(train_step.state, train_step.batch).compile()
+def _compile(train_step: TrainStep, config: ConfigDict) -> Callable:
+    compiled = train_step.step.lower(train_step.state, train_step.batch).compile()
+    offload.check(compiled, train_step.state, config.parallel.remat.startswith("offload"))
+    return compiled
 
 
 def _fits(compiled: jax.stages.Compiled, device: jax.Device) -> bool:

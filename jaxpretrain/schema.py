@@ -93,8 +93,15 @@ def default() -> ConfigDict:
     average.horizons = ()  # tokens, each of an exponential average of the weights that is kept and evaluated
 
     config.parallel = parallel = ConfigDict()
-    parallel.strategy = "ddp"  # ddp | fsdp
-    parallel.remat = "none"  # none: no matmul or attention is computed twice | full: only layer inputs are kept
+    parallel.strategy = "ddp"  # ddp | zero1 | zero2 | fsdp | hsdp: docs/memory.md
+    parallel.replicas = 0  # hsdp: groups of devices that each hold the whole model; 0: one per host, or on one host 2
+    parallel.tensor = 1  # devices that share the matrices of each layer
+    # none: no matmul or attention is computed twice | full: only layer inputs are kept | full:K | dots | names:a+b |
+    # offload | offload:a+b: docs/memory.md
+    parallel.remat = "none"
+    parallel.offload = "none"  # to the host's memory: optimizer, params, averages, and sums such as optimizer+params
+    parallel.xla_options = "tuned"  # tuned: parallel/xla.py | default: as XLA comes (the naive method)
+    parallel.donate = True  # False: the state is not updated in place, and is held twice (the naive method)
     parallel.scan_layers = True  # False: unrolled; compiles longer, often faster on GPUs
 
     config.precision = precision = ConfigDict()
@@ -105,7 +112,7 @@ def default() -> ConfigDict:
 
     config.kernels = kernels = ConfigDict()
     kernels.attention = "auto"  # auto | xla | blockwise | cudnn | pallas | splash
-    kernels.cross_entropy = "auto"  # auto | plain | chunked
+    kernels.cross_entropy = "auto"  # auto | plain | chunked | whole (all logits at once: the naive method)
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every = 1000  # steps; 0: off. The last step is always saved
@@ -170,12 +177,24 @@ CHOICES = {
     "schedule.decay_shape": ("linear", "exponential", "one_minus_sqrt"),
     "scaling.learning_rate": ("none", "sqrt", "linear"),
     "scaling.b2": ("none", "tokens"),
-    "parallel.strategy": ("ddp", "fsdp"),
-    "parallel.remat": ("none", "full"),
+    "parallel.strategy": ("ddp", "zero1", "zero2", "fsdp", "hsdp"),
+    "parallel.xla_options": ("tuned", "default"),
     "precision.compute": ("bfloat16", "float32", "float16"),
     "precision.matmul": ("default", "highest"),
     "kernels.attention": ("auto", "xla", "blockwise", "cudnn", "pallas", "splash"),
-    "kernels.cross_entropy": ("auto", "plain", "chunked"),
+    "kernels.cross_entropy": ("auto", "plain", "chunked", "whole"),
+}
+
+# key -> (regular expression of what it may be, the same in words)
+FORMS = {
+    "parallel.remat": (
+        r"none|full(:[1-9][0-9]*)?|dots|names:\w+(\+\w+)*|offload(:\w+(\+\w+)*)?",
+        "none, full, full:LAYERS, dots, names:A+B, offload or offload:A+B",
+    ),
+    "parallel.offload": (
+        r"none|(optimizer|params|averages)(\+(optimizer|params|averages))*",
+        "none, or optimizer, params and averages joined by +",
+    ),
 }
 
 AT_LEAST = {
@@ -208,6 +227,8 @@ AT_LEAST = {
     "schedule.decay_fraction": 0,
     "schedule.decay_length": 0,
     "scaling.base_batch_size": 0,
+    "parallel.replicas": 0,
+    "parallel.tensor": 1,
     "precision.initial_loss_scale": 1,
     "precision.loss_scale_interval": 1,
     "checkpoint.every": 0,
@@ -293,6 +314,7 @@ READ_WHEN: dict[str, tuple[Callable[[ConfigDict], bool], str]] = {
         lambda c: c.scaling.base_batch_size > 0 and c.optimizer.name in OPTIMIZERS_THAT_READ["b2"],
         "scaling.base_batch_size is above 0 and the optimizer has a b2",
     ),
+    "parallel.replicas": (lambda c: c.parallel.strategy == "hsdp", "parallel.strategy is 'hsdp'"),
     "precision.matmul": (lambda c: c.precision.compute == "float32", "precision.compute is 'float32'"),
     "precision.initial_loss_scale": _WHEN_FLOAT16,
     "precision.loss_scale_interval": _WHEN_FLOAT16,

@@ -5,7 +5,7 @@ Shapes: B sequences of the global batch, T seq_len, N tokens of a micro-batch.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +17,14 @@ from ml_collections import ConfigDict
 
 from jaxpretrain import losses
 from jaxpretrain.models import transformer
-from jaxpretrain.models.parameter import infos
+from jaxpretrain.models.parameter import Info, infos
 from jaxpretrain.ops import attention
 from jaxpretrain.optim.ewa import EwaState, averaged, ewa
-from jaxpretrain.optim.factory import evaluation_params, make_optimizer
+from jaxpretrain.optim.factory import check_roles, evaluation_params, make_optimizer
 from jaxpretrain.optim.schedules import make_schedule
+from jaxpretrain.parallel import offload, xla
 from jaxpretrain.parallel.mesh import DATA_AXES, batch_sharding, num_data_shards, rows_per_shard
-from jaxpretrain.parallel.remat import wrap_block
+from jaxpretrain.parallel.remat import layer_runner
 from jaxpretrain.parallel.strategies import Strategy, make_strategy
 
 Batch = dict[str, jax.Array]  # tokens and, where documents are kept apart, segment_ids: int32 [B, T+1]
@@ -87,7 +88,7 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
     model = transformer.build(config)
     graphdef, _ = nnx.split(model)
     parameter_infos = infos(model)
-    strategy = make_strategy(parameter_infos, mesh, compute_dtype)
+    strategy = make_strategy(config.parallel.strategy, parameter_infos, mesh, compute_dtype)
     device = mesh.devices.flat[0]
     attention_choice = attention.select(
         config.kernels.attention,
@@ -98,10 +99,10 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         segmented=segmented,
         seq_len=config.seq_len,
     )
+    attend = functools.partial(attention.attend, implementation=attention_choice.name, block=attention_choice.block)
     forward_options = dict(
-        attend=functools.partial(attention.attend, implementation=attention_choice.name, block=attention_choice.block),
-        wrap_block=wrap_block(strategy, config.parallel.remat, config.parallel.scan_layers),
-        scan_layers=config.parallel.scan_layers,
+        attend=strategy.split_heads(attend),
+        run_layers=layer_runner(strategy, config.parallel.remat, config.parallel.scan_layers),
     )
     cross_entropy = functools.partial(
         losses.cross_entropy,
@@ -111,7 +112,13 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         ),
     )
     schedule = make_schedule(config)
+    check_roles(config, parameter_infos)
     optimizer = make_optimizer(config, schedule, parameter_infos)
+    state = _laid_out(config, optimizer, strategy)
+    shardings = jax.tree.map(lambda x: offload.of_result(x.sharding), state)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    stacks = tuple(name for name, subtree in strategy.stacked.items() if all(jax.tree.leaves(subtree)))
+    hosted = offload.hosted(state, strategy.stacked, config.parallel.offload)
     averager = ewa(config.average.horizons)
 
     # --- Loss and gradients; the mesh axes are manual in here: arrays are this shard's own.
@@ -127,7 +134,7 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
 
     def local_gradients(params: Any, batch: Batch, scale: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
         """Sums over the global batch, of `scale` times the gradients, of losses and of valid tokens."""
-        compute_params = strategy.compute_copy(params)
+        compute_params = strategy.gather_for_step(params)
 
         def accumulate(sums, micro_batch):
             def scaled_loss(params):
@@ -135,46 +142,43 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
                 return loss * scale, (loss, num_tokens)
 
             gradients, (loss, num_tokens) = jax.grad(scaled_loss, has_aux=True)(compute_params)
+            gradients = strategy.reduce_micro_batch(gradients)
             if device.platform == "tpu":
-                # Without it XLA (libtpu 0.0.42) tries to move fsdp's reduce-scatters out of this loop, where they
-                # would need whole gradients, and fails on its own check.
+                # Without it XLA (libtpu 0.0.42) tries to move reduce-scatters out of this loop, where they would need
+                # whole gradients, and fails on its own check.
                 gradients = jax.lax.optimization_barrier(gradients)
             new = jax.tree.map(lambda g: g.astype(jnp.float32), gradients), loss, num_tokens
             return jax.tree.map(jnp.add, sums, new), None
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), jnp.zeros(()), jnp.zeros(())
+        accumulated = jax.eval_shape(strategy.reduce_micro_batch, compute_params)
+        zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.float32), accumulated), jnp.zeros(()), jnp.zeros(())
         micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, micro_batch_size, *x.shape[1:]), batch)
         (gradients, loss, num_tokens), _ = jax.lax.scan(accumulate, zeros, micro_batches)
         return strategy.reduce(gradients), jax.lax.psum(loss, DATA_AXES), jax.lax.psum(num_tokens, DATA_AXES)
 
     def local_losses(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        loss, num_tokens = loss_sum(strategy.compute_copy(params), batch)
+        loss, num_tokens = loss_sum(strategy.gather_for_step(params), batch)
         return jax.lax.psum(loss, DATA_AXES), jax.lax.psum(num_tokens, DATA_AXES)
 
     rows, scalar = PartitionSpec(DATA_AXES), PartitionSpec()
-    # All axes are manual, `tensor` too while it has size 1: beside an automatic axis cuDNN's attention does not
-    # compile. Replication of the outputs is not checked: kernels and custom gradients do not carry its types.
-    manual = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    gradients_of = manual(
-        local_gradients, in_specs=(strategy.specs, rows, scalar), out_specs=(strategy.specs, scalar, scalar)
-    )
-    losses_of = manual(local_losses, in_specs=(strategy.specs, rows), out_specs=(scalar, scalar))
+    # Replication of the outputs is not checked: kernels and custom gradients do not carry its types.
+    manual = functools.partial(jax.shard_map, mesh=mesh, axis_names=strategy.manual_axes, check_vma=False)
+    specs = strategy.manual_specs
+    gradients_of = manual(local_gradients, in_specs=(specs, rows, scalar), out_specs=(specs, scalar, scalar))
+    losses_of = manual(local_losses, in_specs=(specs, rows), out_specs=(scalar, scalar))
 
     # --- The step: outside, arrays are global and keep the layout of the parameters.
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        # Sums of float16 gradients over the tokens of a micro-batch would overflow: scale their mean.
-        scale = state.loss_scale / num_micro_tokens if is_float16 else jnp.ones(())
-        with jax.default_matmul_precision(matmul_precision):
-            gradients, loss, num_tokens = gradients_of(state.params, batch, scale)
-        num_tokens = jnp.maximum(num_tokens, 1)
-        loss /= num_tokens
-        # Sums become means, and are clipped, in one multiplication, which fuses with what reads them.
-        factor = 1 / (num_tokens * scale)
-        grad_norm = optax.tree.norm(gradients) * factor
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-        if config.optimizer.clip:
-            factor *= jnp.minimum(1, config.optimizer.clip / grad_norm)
+    def updated(
+        optimizer: optax.GradientTransformation,
+        state: TrainState,
+        gradients: Any,
+        *,
+        factor: jax.Array,
+        finite: jax.Array,
+        num_tokens: jax.Array,
+    ) -> TrainState:
+        """The state, of the model or of a part of it, after an update by `factor * gradients` if these are finite."""
 
         def update(params: Any, opt_state: Any, averages: EwaState | None) -> tuple[Any, Any, EwaState | None]:
             scaled = jax.tree.map(lambda g: g * factor, gradients)
@@ -187,22 +191,43 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         if device.platform == "cpu":
             # The select below would copy the moments there, as XLA for CPUs writes one array per loop; for GPUs it is
             # the branch that copies.
-            params, opt_state, averages = jax.lax.cond(finite, update, lambda *old: old, *old)
+            new = jax.lax.cond(finite, update, lambda *old: old, *old)
         else:
-            params, opt_state, averages = jax.tree.map(functools.partial(jnp.where, finite), update(*old), old)
+            new = jax.tree.map(functools.partial(jnp.where, finite), update(*old), old)
+        params, opt_state, averages = new
+        return dataclasses.replace(state, params=params, opt_state=opt_state, averages=averages)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        # Sums of float16 gradients over the tokens of a micro-batch would overflow: scale their mean.
+        scale = state.loss_scale / num_micro_tokens if is_float16 else jnp.ones(())
+        if any(jax.tree.leaves(hosted.params)):
+            compute_copy = offload.map_by_layer(strategy.cast, state.params, stacks)
+        else:
+            compute_copy = strategy.compute_copy(state.params)
+        with jax.default_matmul_precision(matmul_precision):
+            gradients, loss, num_tokens = gradients_of(compute_copy, batch, scale)
+        num_tokens = jnp.maximum(num_tokens, 1)
+        loss /= num_tokens
+        # Sums become means, and are clipped, in one multiplication, which fuses with what reads them.
+        factor = 1 / (num_tokens * scale)
+        grad_norm = optax.tree.norm(gradients) * factor
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+        if config.optimizer.clip:
+            factor *= jnp.minimum(1, config.optimizer.clip / grad_norm)
+
+        update = functools.partial(updated, factor=factor, finite=finite, num_tokens=num_tokens)
+        if any(jax.tree.leaves(hosted)):
+            parts = {name: _part(config, schedule, parameter_infos, name, stacks) for name in ("", *stacks)}
+            state = offload.update_by_layer(update, parts, state, gradients, hosted)
+        else:
+            state = update(optimizer, state, gradients)
         metrics = dict(
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=schedule(state.step - state.skipped),
             num_tokens=num_tokens,
         )
-        state = dataclasses.replace(
-            _count(state, finite, jnp.isfinite(loss), config),
-            step=state.step + 1,
-            params=params,
-            opt_state=opt_state,
-            averages=averages,
-        )
+        state = dataclasses.replace(_count(state, finite, jnp.isfinite(loss), config), step=state.step + 1)
         metrics |= dict(skipped=state.skipped, bad_steps=state.bad_steps)
         if is_float16:
             metrics |= dict(loss_scale=state.loss_scale, overflows=state.overflows)
@@ -210,15 +235,13 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
 
     def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with jax.default_matmul_precision(matmul_precision):
-            return losses_of(params, batch)
+            return losses_of(strategy.compute_copy(params), batch)
 
     def logits(params: Any, tokens: jax.Array) -> jax.Array:
         whole = nnx.merge(graphdef, strategy.compute_copy(params))
         with jax.default_matmul_precision(matmul_precision):
             return whole(tokens, attend=functools.partial(attention.attend, implementation="xla"))
 
-    state = _laid_out(config, optimizer, strategy)
-    shardings, replicated = jax.tree.map(lambda x: x.sharding, state), NamedSharding(mesh, PartitionSpec())
     row = jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32, sharding=batch_sharding(mesh))
     return TrainStep(
         mesh=mesh,
@@ -236,7 +259,12 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
             # It runs once: compiling its random numbers well takes a CPU longer than drawing them.
             compiler_options={"xla_backend_optimization_level": 0} if device.platform == "cpu" else None,
         ),
-        step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated)),
+        step=jax.jit(
+            step,
+            donate_argnums=0 if config.parallel.donate else (),
+            out_shardings=(shardings, replicated),
+            compiler_options=xla.compiler_options(mesh, config.parallel.xla_options),
+        ),
         evaluate=jax.jit(evaluate, out_shardings=replicated),
         logits=jax.jit(logits),
     )
@@ -245,17 +273,36 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
 def abstract_state(config: ConfigDict, mesh: Mesh) -> TrainState:
     """The state of a checked config on a mesh, of jax.ShapeDtypeStruct with shardings; nothing is allocated."""
     parameter_infos = infos(transformer.build(config))
+    check_roles(config, parameter_infos)
     optimizer = make_optimizer(config, make_schedule(config), parameter_infos)
-    return _laid_out(config, optimizer, make_strategy(parameter_infos, mesh, jnp.dtype(config.precision.compute)))
+    strategy = make_strategy(config.parallel.strategy, parameter_infos, mesh, jnp.dtype(config.precision.compute))
+    return _laid_out(config, optimizer, strategy)
 
 
 def _laid_out(config: ConfigDict, optimizer: optax.GradientTransformation, strategy: Strategy) -> TrainState:
     state = jax.eval_shape(functools.partial(_initial_state, config, optimizer))
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        state,
-        strategy.state_shardings(state, state.params),
-    )
+
+    def leaf(x: jax.ShapeDtypeStruct, sharding: NamedSharding, is_hosted: bool) -> jax.ShapeDtypeStruct:
+        sharding = offload.to_host(sharding) if is_hosted else sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    shardings = strategy.state_shardings(state, state.params)
+    return jax.tree.map(leaf, state, shardings, offload.hosted(state, strategy.stacked, config.parallel.offload))
+
+
+def _part(config: ConfigDict, schedule: optax.Schedule, infos: dict, name: str, stacks: Sequence[str]) -> tuple:
+    """Optimizer and abstract state of one layer of the stack `name`, or for "" of what is not stacked."""
+
+    def layer(info: Info) -> Info:
+        return dataclasses.replace(info, shape=info.shape[1:], axes=info.axes[1:])
+
+    if name:
+        infos = {name: jax.tree.map(layer, infos[name])}
+    else:
+        infos = {key: subtree for key, subtree in infos.items() if key not in stacks}
+    optimizer = make_optimizer(config, schedule, infos)
+    params = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), infos)
+    return optimizer, jax.eval_shape(functools.partial(_initial_state, config, optimizer), params)
 
 
 def _initial_state(config: ConfigDict, optimizer: optax.GradientTransformation, params: Any = None) -> TrainState:
@@ -283,10 +330,10 @@ def weights(state: TrainState, horizon: float | None = None) -> Any:
     would copy them. Raises ValueError if there is no such average.
     """
     if horizon is None:
-        return evaluation_params(state.opt_state, state.params)
+        return evaluation_params(state.opt_state, state.params, offload.to_device)
     if state.averages is None:
         raise ValueError(f"no average over {horizon:,} tokens; average.horizons is empty")
-    return averaged(state.averages, horizon)
+    return averaged(state.averages, horizon, offload.to_device)
 
 
 def _count(state: TrainState, finite: jax.Array, loss_is_finite: jax.Array, config: ConfigDict) -> TrainState:

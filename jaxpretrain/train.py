@@ -22,7 +22,7 @@ from jaxpretrain.interop import huggingface_config
 from jaxpretrain.interop.weights import check_same_model, load_weights
 from jaxpretrain.metrics import MetricsLog, has_evaluation
 from jaxpretrain.micro_batch import make_fitting_step
-from jaxpretrain.parallel.mesh import make_mesh, rows_per_shard
+from jaxpretrain.parallel.mesh import make_mesh, num_data_shards, rows_per_shard
 from jaxpretrain.signals import StopSignal
 from jaxpretrain.step import TrainState, TrainStep, weights
 
@@ -49,7 +49,7 @@ def _train(config: ConfigDict, workdir: pathlib.Path, stop: StopSignal) -> bool:
         check_same_model(source, config)
 
     # --- Mesh and data: what can be wrong with them is said before the model is compiled.
-    mesh = make_mesh(config.parallel.strategy)
+    mesh = make_mesh(config.parallel.strategy, tensor=config.parallel.tensor, replicas=config.parallel.replicas)
     num_rows = rows_per_shard(config.batch_size, mesh)
     dataset = make_dataset(config, "train")
     validation = make_dataset(config, "valid") if config.eval.every >= 0 else None
@@ -194,10 +194,14 @@ def describe(config: ConfigDict, train_step: TrainStep, dataset: Dataset, origin
     """What is about to run, in a few lines."""
     mesh, params = train_step.mesh, train_step.state.params
     device_kind, compute = mesh.devices.flat[0].device_kind, config.precision.compute
+    parallel, num_tensor = config.parallel, mesh.shape["tensor"]
+    choices = {"tensor": num_tensor, "remat": parallel.remat, "offload": parallel.offload}
+    layout = [parallel.strategy, *(f"{key} {value}" for key, value in choices.items() if value not in (1, "none"))]
+    shards = f"{num_data_shards(mesh)} " + ("devices" if num_tensor == 1 else f"groups of {num_tensor} devices")
     lines = [
         f"{origin}; {sum(param.size for param in jax.tree.leaves(params)):,} parameters, {compute}, "
-        f"{mesh.size} x {device_kind}, {config.parallel.strategy}",
-        f"batch: {config.batch_size} x {config.seq_len} tokens = {mesh.size} devices x {train_step.num_micro_batches} "
+        f"{mesh.size} x {device_kind}, {', '.join(layout)}",
+        f"batch: {config.batch_size} x {config.seq_len} tokens = {shards} x {train_step.num_micro_batches} "
         f"accumulation steps x {config.micro_batch_size} sequences",
         f"data: {dataset.num_tokens:,} tokens, {config.steps * config.batch_size / dataset.num_rows:.2f} epochs",
         train_step.attention.why,

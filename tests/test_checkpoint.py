@@ -61,7 +61,8 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "strategy, num_devices", [("fsdp", 8), ("fsdp", 4), ("fsdp", 2), ("fsdp", 1), ("ddp", 8), ("ddp", 2)]
+    "strategy, num_devices",
+    [("fsdp", 8), ("fsdp", 4), ("fsdp", 2), ("fsdp", 1), ("ddp", 8), ("ddp", 2), ("zero1", 4), ("hsdp", 8)],
 )
 def test_restored_on_another_layout_and_back(saved, tmp_path, strategy, num_devices):
     """To the bit, and laid out as asked. Seen to fail with the shardings of the abstract state left out."""
@@ -76,6 +77,26 @@ def test_restored_on_another_layout_and_back(saved, tmp_path, strategy, num_devi
     checkpoints.save(2, state)
     checkpoints.close()
     assert_equal(expected, on_host(restore_state(str(tmp_path), make_step(make_config(), 8).state)[0]))
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "optimizer+params"])
+def test_restored_to_the_host_and_back(saved, tmp_path, offload):
+    """Saved from the host's memory, and restored to it. Fails if `to_device` leaves weights there (tried)."""
+    workdir, expected = saved
+    config = make_config()
+    config.parallel.offload = offload
+    train_step = make_step(config, 8)
+    state, _ = restore_state(str(workdir), train_step.state)
+    assert_equal(expected, on_host(state))
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves((state.params, state.opt_state))}
+    assert kinds == {"pinned_host", "device"}
+    checkpoints = Checkpoints(tmp_path, config)
+    checkpoints.save(2, state)
+    checkpoints.close()
+    assert_equal(expected, on_host(restore_state(str(tmp_path), make_step(make_config(), 8).state)[0]))
+    for params in (restore_weights(str(tmp_path))[0], weights(state)):
+        assert_equal(expected.params, on_host(params))
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(params)} == {"device"}
 
 
 def test_restore_weights(saved):

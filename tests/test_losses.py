@@ -42,7 +42,7 @@ def value_and_gradients(implementation, hidden, weight, targets, mask, vocab_siz
     return float(loss), *gradients
 
 
-@pytest.fixture(params=["plain", "chunked"])
+@pytest.fixture(params=["plain", "chunked", "whole"])
 def implementation(request, monkeypatch):
     monkeypatch.setattr(losses, "_CHUNK_BYTES", 4 * 37 * 20)  # about 20 rows for the 37 tokens here
     monkeypatch.setattr(losses, "_BLOCK_BYTES", 4 * 97 * 10)  # about 10 tokens of the 37

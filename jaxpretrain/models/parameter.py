@@ -6,6 +6,8 @@ parameter's path.
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +61,14 @@ def own_dims(axes: tuple[str, ...]) -> tuple[int, ...]:
 def fan_in_dims(axes: tuple[str, ...], role: str) -> tuple[int, ...]:
     """The dims, of a parameter that may be stacked, over which each of its outputs sums."""
     return own_dims(axes)[_FAN_IN_DIMS[role]]
+
+
+def owner(path: tuple, parameters: Mapping[tuple, Any]) -> tuple | None:
+    """The path in `parameters` of the parameter that a leaf of a training state belongs to, None if to none.
+
+    What optimizers and averages keep of a parameter has its path within a tree of the state: the end of the leaf's.
+    """
+    return next((path[i:] for i in range(len(path)) if path[i:] in parameters), None)
 
 
 def parameter(value: jax.Array, axes: tuple[str, ...], role: str) -> nnx.Param:

@@ -5,7 +5,7 @@ V vocabulary, L layers, P positions.
 
 The model knows arrays and axis names. It computes in the dtype of the parameters it is given (norms,
 rotary and softmax in float32); which mesh they live on and what is recomputed is decided by `parallel/`
-through `wrap_block`.
+through `run_layers`.
 """
 
 import math
@@ -21,6 +21,12 @@ from jaxpretrain.models.parameter import fan_in, parameter
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 Block = Callable[[dict, jax.Array], jax.Array]  # (one layer's parameters, x_BxTxD) -> x_BxTxD
+RunLayers = Callable[[Block, dict, jax.Array, str], jax.Array]  # (block, stacked parameters, x, their name) -> x
+
+
+def scan_layers(block: Block, layers: dict, x_BxTxD: jax.Array, stack: str = "") -> jax.Array:
+    """One block after the other."""
+    return jax.lax.scan(lambda x, layer: (block(layer, x), None), x_BxTxD, layers)[0]
 
 
 class Transformer(nnx.Module):
@@ -48,16 +54,15 @@ class Transformer(nnx.Module):
         segment_ids_BxT: jax.Array | None = None,
         *,
         attend: Attend,
-        wrap_block: Callable[[Block, str], Block] = lambda block, _: block,
-        scan_layers: bool = True,
+        run_layers: RunLayers = scan_layers,
     ) -> jax.Array:
         """The normalised output of the last layer, [B, T, D]; `unembedding()` turns it into logits.
 
         Args:
           segment_ids_BxT: documents of a row, numbered from 1; attention and positions stay within each.
           attend: causal attention of q_BxTxHxK, k_BxTxGxK, v_BxTxGxK and segment_ids.
-          wrap_block: of a block and the name of its stack of layers; gathers and recomputes, see `parallel/`.
-          scan_layers: False unrolls the loop over layers; same parameters, same result.
+          run_layers: applies a block for each layer of a stack, given its name too; gathers and recomputes, see
+            `parallel/remat.py`.
         """
         c = self.config
         positions = document_positions(tokens_BxT.shape[1], segment_ids_BxT)
@@ -72,14 +77,7 @@ class Transformer(nnx.Module):
         def block(layer: dict, x_BxTxD: jax.Array) -> jax.Array:
             return nnx.merge(graphdef, layer)(x_BxTxD, rotary, lambda q, k, v: attend(q, k, v, segment_ids_BxT))
 
-        block = wrap_block(block, "layers")
-        x_BxTxD, _ = jax.lax.scan(
-            lambda x, layer: (block(layer, x), None),
-            x_BxTxD,
-            nnx.to_pure_dict(layers),
-            unroll=1 if scan_layers else c.num_layers,
-        )
-        return self.final_norm(x_BxTxD)
+        return self.final_norm(run_layers(block, nnx.to_pure_dict(layers), x_BxTxD, "layers"))
 
     def unembedding(self) -> jax.Array:
         """[V, D]: logits are hidden @ unembedding.T"""

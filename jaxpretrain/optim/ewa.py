@@ -11,7 +11,7 @@ decay exp(-n/h), its bias corrected.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -57,8 +57,10 @@ def ewa(horizons: Sequence[float]) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def averaged(state: EwaState, horizon: float) -> Any:
+def averaged(state: EwaState, horizon: float, fetch: Callable[[Any], Any] = lambda tree: tree) -> Any:
     """The average over `horizon` tokens, float32; NaN before the first update, as there is none.
+
+    `fetch` brings what is read to where it is computed.
 
     Raises ValueError if the state has no such horizon.
     """
@@ -67,4 +69,4 @@ def averaged(state: EwaState, horizon: float) -> Any:
         raise ValueError(f"no average over {horizon:,} tokens; there are averages over {there}")
     low, high = state.tokens.astype(jnp.float32)
     total_weight = -jnp.expm1(-(high * 2.0**32 + low) / float(horizon))
-    return jax.tree.map(lambda a: a / total_weight, state.averages[state.horizons.index(horizon)])
+    return jax.tree.map(lambda a: a / total_weight, fetch(state.averages[state.horizons.index(horizon)]))

@@ -36,14 +36,10 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule, infos: dict) ->
 
     Args:
       config: a whole checked config.
-      infos: `models.parameter.infos(model)`, the tree of the parameters' shapes, axes and roles.
-
-    Raises:
-      ValueError: for a role that does not exist, or that no parameter of the model has.
+      infos: `models.parameter.infos(model)`, the tree of the parameters' shapes, axes and roles, or a part of it.
     """
     c = config.optimizer
     multipliers = c.lr_multipliers.to_dict()
-    _check_roles(c.no_decay, multipliers, infos)
     decay = optax.add_decayed_weights(c.weight_decay, jax.tree.map(lambda info: info.role not in c.no_decay, infos))
     rate = optax.scale_by_learning_rate(schedule)
 
@@ -60,21 +56,25 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule, infos: dict) ->
     return optax.chain(*steps)
 
 
-def evaluation_params(opt_state: optax.OptState, params: Any) -> Any:
+def evaluation_params(opt_state: optax.OptState, params: Any, fetch: Callable[[Any], Any] = lambda tree: tree) -> Any:
     """The weights to evaluate, export and save as the model: `params`, or schedule-free's average of them.
 
-    `opt_state` is any optimizer's of `make_optimizer`. Pure; keeps shardings under jit.
+    `opt_state` is any optimizer's of `make_optimizer`; `fetch` brings what is read of the two to where it is computed.
     """
     states = jax.tree.leaves(opt_state, is_leaf=_is_schedule_free)
     states = [state for state in states if _is_schedule_free(state)]
-    return contrib.schedule_free_eval_params(states[0], params) if states else params
+    if not states:
+        return fetch(params)
+    return contrib.schedule_free_eval_params(states[0]._replace(z=fetch(states[0].z)), fetch(params))
 
 
 def _is_schedule_free(state: Any) -> bool:
     return isinstance(state, contrib.ScheduleFreeState)
 
 
-def _check_roles(no_decay: tuple[str, ...], multipliers: dict[str, float], infos: dict) -> None:
+def check_roles(config: ConfigDict, infos: dict) -> None:
+    """Raises ValueError for a role of the optimizer's that does not exist, or that no parameter of the model has."""
+    no_decay, multipliers = config.optimizer.no_decay, config.optimizer.lr_multipliers.to_dict()
     for key, roles in (("no_decay", no_decay), ("lr_multipliers", multipliers)):
         for role in roles:
             if role not in ROLES:

@@ -1,4 +1,4 @@
-"""The device mesh: axes `replica` and `fsdp` carry the data, `tensor` is reserved for splitting matrices."""
+"""The device mesh: axes `replica` and `fsdp` carry the data, `tensor` splits matrices and the sequence."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,38 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 DATA_AXES = ("replica", "fsdp")
 
 
-def make_mesh(strategy: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """All devices along the axis that `parallel.strategy` shards over: `replica` for ddp, `fsdp` for fsdp."""
+def make_mesh(
+    strategy: str, devices: Sequence[jax.Device] | None = None, *, tensor: int = 1, replicas: int = 0
+) -> Mesh:
+    """Devices (all by default) as [replica, fsdp, tensor]; parameters are sharded over the last two.
+
+    Args:
+      strategy: `parallel.strategy`. ddp replicates, zero1, zero2 and fsdp shard over all data-parallel devices, hsdp
+        over those of one replica.
+      tensor: `parallel.tensor`, neighbouring devices that share the matrices of a layer.
+      replicas: `parallel.replicas`, of hsdp; 0: one per host, or, on one host, the smallest number that divides the
+        devices.
+
+    Raises ValueError for numbers that do not divide the devices.
+    """
     devices = jax.devices() if devices is None else list(devices)
-    num_fsdp = len(devices) if strategy == "fsdp" else 1
+    if len(devices) % tensor:
+        raise ValueError(f"parallel.tensor={tensor} does not divide {len(devices)} devices; set a divisor of them")
+    num_data = len(devices) // tensor
+    if strategy == "ddp":
+        replicas = num_data
+    elif strategy != "hsdp":
+        replicas = 1
+    elif replicas == 0:
+        num_hosts = len({device.process_index for device in devices})
+        first = num_hosts if num_hosts > 1 else 2
+        replicas = next((n for n in range(first, num_data + 1) if num_data % n == 0), 1)
+    if num_data % replicas:
+        raise ValueError(
+            f"parallel.replicas={replicas} does not divide the {num_data} data-parallel devices; set a divisor of them"
+        )
     return jax.make_mesh(
-        (len(devices) // num_fsdp, num_fsdp, 1),
+        (replicas, num_data // replicas, tensor),
         (*DATA_AXES, "tensor"),
         axis_types=(AxisType.Auto,) * 3,
         devices=devices,

@@ -9,8 +9,6 @@ A process that does this should have JAX_PLATFORMS=cpu, and not use a real TPU: 
 What the compilers do not know without the device:
 - whether the program fits on a GPU. Compare `memory` with the budget; for a TPU, XLA raises RESOURCE_EXHAUSTED.
 - the scratch memory of cuDNN's calls.
-- host memory of a program for a GPU: its devices have no memories here, so JAX drops the memory kinds of
-  shardings, and what is offloaded is counted as if it stayed.
 """
 
 import contextlib
@@ -42,6 +40,7 @@ class _Gpu:
 
 _GPUS = {
     "a100-80gb": _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 2048, 164, 40, 80 * 2**30, 2.039e12, 1.41),
+    "a100-40gb": _Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 64, 2048, 164, 40, 40 * 2**30, 1.555e12, 1.41),
     "h100": _Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 2048, 228, 50, 80 * 2**30, 3.35e12, 1.98),
     "rtx-3090": _Gpu("NVIDIA GeForce RTX 3090", (8, 6), 82, 128, 1536, 100, 6, 24 * 2**30, 9.36e11, 1.695),
 }
@@ -120,7 +119,7 @@ class Memory:
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
-    """The compiler's account of a program, a program for a TPU also of its host memory."""
+    """The compiler's account of a program."""
     stats = compiled.memory_analysis()
     return Memory(
         arguments=stats.argument_size_in_bytes,

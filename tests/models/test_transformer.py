@@ -14,7 +14,7 @@ from jaxpretrain import losses
 from jaxpretrain.models import parameter, transformer
 from jaxpretrain.ops import attention
 from jaxpretrain.parallel.mesh import make_mesh
-from jaxpretrain.parallel.remat import wrap_block
+from jaxpretrain.parallel.remat import layer_runner
 from jaxpretrain.parallel.strategies import make_strategy
 
 _FAMILIES = {
@@ -108,20 +108,50 @@ def family(request):
     return config, loss_and_gradients(config)
 
 
+def runner(config, remat="none", scan_layers=True):
+    model_infos = parameter.infos(transformer.build(config))
+    strategy = make_strategy("ddp", model_infos, make_mesh("ddp", jax.devices()[:1]), jnp.float32)
+    return layer_runner(strategy, remat, scan_layers)
+
+
 def test_unrolled_equals_scanned(family):
     """Fails if the layers are reversed where they are unrolled (tried: `reverse=not scan_layers`)."""
     config, expected = family
-    assert_same(loss_and_gradients(config, scan_layers=False), expected)
+    assert_same(loss_and_gradients(config, run_layers=runner(config, scan_layers=False)), expected)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    "remat", ["none", "full", "full:1", "dots", "names:attention+mlp_up", "offload", "offload:query+attention"]
+)
 def test_remat_changes_nothing(family, remat):
     """Fails if what is recomputed is not what was computed (tried: `gathered` scaling x)."""
     config, expected = family
-    strategy = make_strategy(
-        parameter.infos(transformer.build(config)), make_mesh("ddp", jax.devices()[:1]), jnp.float32
-    )
-    assert_same(loss_and_gradients(config, wrap_block=wrap_block(strategy, remat, True)), expected)
+    assert_same(loss_and_gradients(config, run_layers=runner(config, remat)), expected)
+
+
+@pytest.mark.parametrize("remat", ["none", "full:2"])
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_groups_of_layers_keep_their_order(remat, scan_layers):
+    """Of six layers, two of which are recomputed. Fails if groups are interleaved (tried: reshape to [period, groups],
+    transposed)."""
+    config = family_config(next(iter(_FAMILIES)))
+    config.model.num_layers = 6
+    expected = loss_and_gradients(config)
+    assert_same(loss_and_gradients(config, run_layers=runner(config, remat, scan_layers)), expected)
+
+
+@pytest.mark.parametrize(
+    ("remat", "message"),
+    [
+        ("names:atention", r"names:atention: nothing in this model is marked 'atention'; did you mean 'attention'\?"),
+        ("offload:mlp_up+nothing", "offload:mlp_up.nothing: nothing in this model is marked 'nothing'; There are "),
+        ("full:99", "full:99: the model has [0-9]+ layers; set full"),
+    ],
+)
+def test_remat_of_what_is_not_there(remat, message):
+    config = family_config(next(iter(_FAMILIES)))
+    with pytest.raises(ValueError, match=f"^parallel.remat={message}"):
+        loss_and_gradients(config, run_layers=runner(config, remat))
 
 
 # --- Documents of a row

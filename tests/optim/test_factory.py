@@ -12,7 +12,7 @@ from jaxpretrain.models import transformer
 from jaxpretrain.models.parameter import Info, infos
 from jaxpretrain.optim.adam_mini import adam_mini
 from jaxpretrain.optim.blocks import adam_mini_blocks
-from jaxpretrain.optim.factory import evaluation_params, make_optimizer
+from jaxpretrain.optim.factory import check_roles, evaluation_params, make_optimizer
 from jaxpretrain.optim.schedules import make_schedule
 from jaxpretrain.parallel.mesh import make_mesh
 from jaxpretrain.schema import CHOICES, OPTIMIZERS_THAT_READ
@@ -69,7 +69,7 @@ def test_role_that_does_not_exist():
     with pytest.raises(
         ValueError, match=r"^optimizer\.no_decay='norm_scales': did you mean 'norm_scale'\? The roles are .*norm_scale"
     ):
-        make_optimizer(config, make_schedule(config), {})
+        check_roles(config, {})
 
 
 def test_role_that_no_parameter_has():
@@ -122,6 +122,7 @@ def follow_tree(optimizer, params, gradients):
 
 
 def make(config, infos=INFOS):
+    check_roles(config, infos)
     return make_optimizer(config, make_schedule(config), infos)
 
 

@@ -40,7 +40,8 @@ def make_config(strategy: str, num_layers: int, accumulate: int, num_devices: in
 @functools.cache
 def compile_step(*args, **overrides):
     config = make_config(*args, **overrides)
-    train_step = step_lib.make_train_step(config, make_mesh(config.parallel.strategy, jax.devices()))
+    mesh = make_mesh(config.parallel.strategy, jax.devices(), tensor=config.parallel.tensor)
+    train_step = step_lib.make_train_step(config, mesh)
     return train_step, train_step.step.lower(train_step.state, train_step.batch).compile()
 
 
@@ -149,6 +150,70 @@ def test_fsdp_keeps_no_gathered_weights():
     assert (temporaries[1] - temporaries[0]) / 4 < 0.3 * whole_layer
 
 
+# --- zero1 and zero2: of the parameters a copy is gathered once a step, in no loop.
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_zero_gathers_once_per_optimizer_step(strategy):
+    """Fails if the copy is gathered for every micro-batch (tried: `gather_for_step` within the accumulation)."""
+    train_step, compiled = compile_step(strategy, 2, 4)
+    program = Program(compiled.as_text())
+    assert program.elements("", "all-gather") == num_parameters(train_step)
+    assert program.loops_with("all-gather") == []
+
+
+def test_zero1_reduces_gradients_once_per_optimizer_step():
+    """Fails if zero1 reduces each micro-batch's, as zero2 does (tried)."""
+    train_step, compiled = compile_step("zero1", 2, 4)
+    program = Program(compiled.as_text())
+    assert program.elements("", "reduce-scatter") == num_parameters(train_step) // 8
+    assert [loop for operation in _COLLECTIVES for loop in program.loops_with(operation)] == []
+    assert program.elements("", "all-reduce") < 50  # of the loss, the number of tokens, and the gradients' norm
+
+
+def test_zero2_reduces_each_micro_batch():
+    """Fails if zero2 reduces once, as zero1 does (tried)."""
+    train_step, compiled = compile_step("zero2", 2, 4)
+    program = Program(compiled.as_text())
+    (accumulation,) = program.loops_with("reduce-scatter")
+    assert program.elements(accumulation, "reduce-scatter") == num_parameters(train_step) // 8
+    assert program.elements("", "reduce-scatter") == 0
+
+
+def test_hsdp_reduces_over_replicas_once_per_optimizer_step():
+    """Within a replica it is fsdp; what each device has of the gradients goes over the replicas once.
+
+    Fails if gradients are summed over the replicas in the backward (tried: `psum` in `reduce_micro_batch`).
+    """
+    train_step, compiled = compile_step("hsdp", 4, 2)
+    program = Program(compiled.as_text())
+    assert dict(train_step.mesh.shape) == {"replica": 2, "fsdp": 4, "tensor": 1}
+    shards = sum(math.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(train_step.state.params))
+    assert shards == num_parameters(train_step) // 4
+    assert shards <= program.elements("", "all-reduce") < shards + 50
+    assert program.loops_with("all-reduce") == []
+    assert len(program.loops_with("reduce-scatter")) >= 2  # the layers', and the embeddings' of each micro-batch
+
+
+# --- tensor
+
+
+def test_tensor_splits_products_and_keeps_a_part_of_the_sequence():
+    """Two devices share each layer: what a layer keeps for the backward halves, and no weights are gathered.
+
+    Fails if the sequence is not split between blocks (tried: `split_sequence` returns x).
+    """
+    options = dict(seq_len=1024)
+    whole, split = (
+        [
+            compile_step("ddp", n, 1, parallel__tensor=tensor, **options)[1].memory_analysis().temp_size_in_bytes
+            for n in (2, 6)
+        ]
+        for tensor in (1, 2)
+    )
+    assert split[1] - split[0] < 0.6 * (whole[1] - whole[0])
+
+
 # --- What a layer keeps
 
 
@@ -156,15 +221,15 @@ def grad_jaxpr(remat_name: str | None, compute_dtype=jnp.bfloat16) -> str:
     """Gradient of one block of a tiny model, whole on one device."""
     config = make_config("ddp", 1, 1)
     mesh = make_mesh("ddp", jax.devices()[:1])
-    strategy = make_strategy(infos(transformer.build(config)), mesh, compute_dtype)
-    wrap = remat.wrap_block(strategy, remat_name, True) if remat_name else (lambda block, _: block)
+    strategy = make_strategy("ddp", infos(transformer.build(config)), mesh, compute_dtype)
+    run_layers = remat.layer_runner(strategy, remat_name, True) if remat_name else transformer.scan_layers
     model = transformer.Transformer(config.model, 8, jax.random.key(0))
     graphdef, params = nnx.split(model)
     params = strategy.compute_copy(nnx.to_pure_dict(params))
     attend = functools.partial(attention.attend, implementation="blockwise")
 
     def loss(params):
-        hidden = nnx.merge(graphdef, params).hidden(jnp.zeros((1, 8), jnp.int32), attend=attend, wrap_block=wrap)
+        hidden = nnx.merge(graphdef, params).hidden(jnp.zeros((1, 8), jnp.int32), attend=attend, run_layers=run_layers)
         return hidden.astype(jnp.float32).sum()
 
     return str(jax.make_jaxpr(jax.grad(loss))(params))
@@ -177,6 +242,23 @@ def test_remat_none_computes_no_product_twice():
     """
     plain, none, full = (grad_jaxpr(name).count(" = dot_general[") for name in (None, "none", "full"))
     assert none == plain < full
+
+
+@pytest.mark.parametrize(
+    ("name", "repeated"),
+    [("full:1", 1.0), ("dots", 0.4), ("names:query+key+value+attention+mlp_up", 0.0), ("offload:mlp_up", 0.9)],
+)
+def test_graded_remat_computes_less_again_than_full(name, repeated):
+    """The share of full's repeated products, of the one layer here. dots repeats those of attention only; what is named
+    spares all but the last of MLP and attention, whose results nothing in the backward reads."""
+    plain, full, graded = (grad_jaxpr(remat).count(" = dot_general[") for remat in (None, "full", name))
+    assert 0 <= (graded - plain) / (full - plain) <= repeated
+
+
+def test_offloaded_activations_are_on_the_host():
+    """Fails if the policy saves on the device (tried: save_only_these_names)."""
+    assert "<host>" in grad_jaxpr("offload") and "<host>" in grad_jaxpr("offload:mlp_up")
+    assert "<host>" not in grad_jaxpr("names:mlp_up")
 
 
 def test_remat_none_keeps_little():
@@ -226,3 +308,24 @@ def test_schedules_compiled_for_gpus(topology):
     # micro-batch's gradient and the accumulated one. Gathered weights would be 2 bytes times all kernels more.
     activations = 1024 * 2 * 512 * 9
     assert growth < 1.2 * activations + (2 + 2 + 4) * kernels / 4
+
+
+@pytest.mark.slow
+def test_zero_compiled_for_tpus(topology):
+    """The compiler for TPUs moves reductions out of loops where it can; zero2's must stay."""
+    devices = topology("v4-8")
+    programs = {}
+    for strategy in ("zero1", "zero2"):
+        config = make_config(
+            strategy, 4, 2, 4, seq_len=1024, model__embed_dim=512, model__vocab_size=4096, precision__compute="bfloat16"
+        )
+        train_step = step_lib.make_train_step(config, make_mesh(strategy, devices))
+        programs[strategy] = Program(aot.compile_for(train_step.step, train_step.state, train_step.batch).as_text())
+        assert programs[strategy].elements("", "all-gather") >= num_parameters(train_step) - 10_000
+        assert programs[strategy].loops_with("all-gather") == []
+    reducing = ("reduce-scatter", "all-reduce")  # libtpu turns some of the first, small ones, into the second
+    assert [loop for operation in reducing for loop in programs["zero1"].loops_with(operation)] == []
+    (accumulation,) = programs["zero2"].loops_with("reduce-scatter")
+    kernels = 4 * 12 * 512 * 512
+    assert 4 * programs["zero2"].elements(accumulation, "reduce-scatter") > kernels
+    assert programs["zero2"].elements("", "reduce-scatter") == 0

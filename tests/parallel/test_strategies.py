@@ -28,7 +28,7 @@ _INFOS = {
 def layout(state, strategy="fsdp"):
     """Path -> (spec, elements per device) of a state of the model's parameters on eight devices."""
     params = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), _INFOS)
-    strategy = make_strategy(_INFOS, make_mesh(strategy), jnp.float32)
+    strategy = make_strategy(strategy, _INFOS, make_mesh(strategy), jnp.float32)
     state = jax.eval_shape(state, params)
     shardings = jax.tree.leaves(strategy.state_shardings(state, params))
     return {

@@ -1,0 +1,177 @@
+"""What each memory-saving method needs on accelerators that are not here, according to their compilers.
+
+    python tools/memory_table.py --workdir=DIR [--minutes=N] [--only=TEXT]
+
+Every cell is one compile, of minutes, in a process of its own, and leaves a file in DIR/cells; a cell that has one is
+not compiled again, so the same command goes on where it was stopped. In the end it writes DIR/memory.md, which
+docs/benchmarks/memory.md holds.
+
+Each device gets the same micro-batch whatever the method: 4 sequences of 2,048 tokens of Pythia-1B, 1 of 4,096 of
+Llama-2-7B; two of them per optimizer step, so that gradients are accumulated.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+MODELS = {"pythia1b": 4, "llama2_7b": 1}  # and the micro-batch
+_FULL = {"parallel.remat": "full"}
+_STATE = {"parallel.offload": "optimizer+params"}
+
+
+def _cells(model: str, target: str, count: int, *methods: tuple[str, dict]) -> list[dict]:
+    return [
+        {"model": model, "target": target, "count": count, "overrides": {"parallel.strategy": strategy, **more}}
+        for strategy, more in methods
+    ]
+
+
+CELLS = [
+    *_cells(
+        "pythia1b",
+        "a100-80gb",
+        4,
+        ("ddp", {}),
+        ("zero1", {}),
+        ("zero2", {}),
+        ("fsdp", {}),
+        ("hsdp", {}),
+        ("fsdp", {"parallel.tensor": "2"}),
+        ("ddp", _FULL),
+        ("fsdp", _FULL),
+        ("fsdp", {"parallel.remat": "full:8"}),
+        ("fsdp", {"parallel.remat": "dots"}),
+        ("fsdp", {"parallel.remat": "offload"}),
+        ("fsdp", _FULL | {"parallel.offload": "optimizer"}),
+        ("fsdp", _FULL | _STATE),
+        ("fsdp", _FULL | {"optimizer.name": "adam_mini"}),
+    ),
+    *_cells("pythia1b", "rtx-3090", 4, ("ddp", _FULL), ("zero2", _FULL), ("fsdp", _FULL), ("fsdp", _FULL | _STATE)),
+    *_cells("llama2_7b", "a100-40gb", 8, ("zero1", _FULL), ("zero2", _FULL), ("fsdp", {}), ("fsdp", _FULL)),
+    *_cells("llama2_7b", "h100", 8, ("zero2", _FULL), ("fsdp", {}), ("fsdp", _FULL)),
+    *_cells("llama2_7b", "rtx-3090", 8, ("fsdp", _FULL), ("fsdp", _FULL | _STATE)),
+    *_cells("pythia1b", "v3-8", 8, ("zero2", _FULL), ("fsdp", {}), ("fsdp", _FULL), ("fsdp", _FULL | _STATE)),
+    *_cells(
+        "pythia1b",
+        "v4-8",
+        4,
+        ("ddp", {}),
+        ("zero1", {}),
+        ("zero2", {}),
+        ("fsdp", {}),
+        ("fsdp", _FULL),
+        ("fsdp", {"parallel.remat": "offload"}),
+        ("fsdp", _FULL | {"parallel.offload": "optimizer"}),
+        ("fsdp", _FULL | _STATE),
+    ),
+    *_cells("llama2_7b", "v4-8", 4, ("fsdp", _FULL), ("fsdp", _FULL | _STATE)),
+    *_cells("pythia1b", "v5e-8", 8, ("fsdp", {}), ("fsdp", _FULL)),
+    *_cells("llama2_7b", "v5e-8", 8, ("fsdp", _FULL), ("fsdp", _FULL | _STATE)),
+    *_cells("llama2_7b", "v5e-16", 16, ("fsdp", _FULL)),
+]
+
+
+def name_of(cell: dict) -> str:
+    settings = "-".join(f"{key.split('.')[-1]}={value}" for key, value in cell["overrides"].items())
+    return f"{cell['model']}-{cell['target']}x{cell['count']}-{settings}".replace(":", "_")
+
+
+def compile_cell(cell: dict) -> dict:
+    """Bytes per device and seconds of compiling; `error` if the compiler says that the program does not fit."""
+    from jaxpretrain import config as config_lib
+    from jaxpretrain import hardware
+    from jaxpretrain.errors import is_out_of_memory
+    from jaxpretrain.parallel import offload
+    from jaxpretrain.parallel.mesh import make_mesh, num_data_shards
+    from jaxpretrain.plan import aot
+    from jaxpretrain.plan.memory import state_bytes
+    from jaxpretrain.step import make_train_step
+
+    micro_batch_size = MODELS[cell["model"]]
+    overrides = [("data.source", "synthetic"), ("micro_batch_size", str(micro_batch_size)), *cell["overrides"].items()]
+    config = config_lib.load(f"configs/{cell['model']}.py", overrides)
+    devices = aot.topology(cell["target"], cell["count"])
+    mesh = make_mesh(config.parallel.strategy, devices, tensor=config.parallel.tensor)
+    config.batch_size = 2 * micro_batch_size * num_data_shards(mesh)
+    train_step = make_train_step(config, mesh)
+    state, started = state_bytes(config, mesh), time.time()
+    result = cell | {
+        "attention": train_step.attention.name,
+        "limit": hardware.find(devices[0].device_kind).memory_bytes,
+        "state": state.device,
+        "state_host": state.host,
+    }
+    try:
+        compiled = aot.compile_for(train_step.step, train_step.state, train_step.batch)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return result | {"error": " ".join(str(error).split())[:300], "seconds": time.time() - started}
+    offload.check(compiled, train_step.state, config.parallel.remat.startswith("offload"))
+    memory = aot.memory(compiled)
+    return result | {"device": memory.device, "host": memory.host, "seconds": time.time() - started}
+
+
+def report(results: list[dict]) -> str:
+    lines = []
+    for key in dict.fromkeys((result["model"], result["target"], result["count"]) for result in results):
+        rows = [result for result in results if (result["model"], result["target"], result["count"]) == key]
+        limit = rows[0]["limit"] / 2**30
+        lines += [
+            f"\n### {key[0]} on {key[1]}, {key[2]} devices of {limit:.0f} GiB; attention: {rows[0]['attention']}\n",
+            "| strategy | remat | offload | other | device, GiB | state by arithmetic | host, GiB | compile, s |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            settings = dict(row["overrides"])
+            strategy, remat, offload = (
+                settings.pop(f"parallel.{name}", "none") for name in ("strategy", "remat", "offload")
+            )
+            other = ", ".join(f"{name.split('.')[-1]}={value}" for name, value in settings.items())
+            device = f"{row['device'] / 2**30:.2f}" if "device" in row else "refused by the compiler"
+            if row.get("device", 0) > row["limit"]:
+                device += ", does not fit"
+            lines.append(
+                f"| {strategy} | {remat} | {offload} | {other} | {device} | {row['state'] / 2**30:.2f} | "
+                f"{row.get('host', math.nan) / 2**30:.2f} | {row['seconds']:.0f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workdir", required=True, type=pathlib.Path)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no compile after that")
+    parser.add_argument("--only", default="", help="cells whose name contains this text")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)  # compile this one, here
+    args = parser.parse_args()
+    folder = args.workdir / "cells"
+    if args.cell:
+        (cell,) = [cell for cell in CELLS if name_of(cell) == args.cell]
+        file = folder / f"{args.cell}.json"
+        file.with_suffix(".tmp").write_text(json.dumps(compile_cell(cell)))
+        file.with_suffix(".tmp").rename(file)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline, results = time.time() + 60 * args.minutes, []
+    for cell in CELLS:
+        name = name_of(cell)
+        file = folder / f"{name}.json"
+        if not file.exists() and args.only in name and time.time() < deadline:
+            command = [sys.executable, __file__, f"--workdir={args.workdir}", f"--cell={name}"]
+            process = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+            print(name, "done" if process.returncode == 0 else process.stderr.splitlines()[-1], flush=True)
+        if file.exists():
+            results.append(json.loads(file.read_text()))
+    text = report(results)
+    (args.workdir / "memory.md").write_text(text)
+    print(f"{len(results)} of {len(CELLS)} cells\n{text}")
+
+
+if __name__ == "__main__":
+    main()
