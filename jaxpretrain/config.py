@@ -14,6 +14,7 @@ import difflib
 import importlib.util
 import inspect
 import json
+import math
 import pathlib
 import re
 import sys
@@ -24,7 +25,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxpretrain.optim import scaling
+from jaxpretrain.checks import check_combinations
 from jaxpretrain.schema import (
     AT_LEAST,
     CHOICES,
@@ -33,6 +34,7 @@ from jaxpretrain.schema import (
     MIXTURE_ENTRY,
     READ_WHEN,
     SOURCES_THAT_READ,
+    SYNONYMS,
     data_source_defaults,
     default,
 )
@@ -45,8 +47,10 @@ __all__ = [
     "differences",
     "from_json",
     "load",
+    "num_masked_tokens",
     "override",
     "parse_arg",
+    "reset_unread",
     "to_json",
 ]
 
@@ -226,11 +230,16 @@ def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> ConfigDict:
         if text is None:
             raise ValueError(f"--config={file}:{key}: a config key needs a value, {key}=...")
         override(config, key, text)
-    for key in _unread(config):
-        if not any(f"{name}.".startswith(f"{key}.") for name, _ in typed):
-            _assign(config, key, ConfigDict() if key == "data.mixture" else _default_of(key))
+    reset_unread(config, [name for name, _ in typed])
     check(config)
     return config
+
+
+def reset_unread(config: ConfigDict, typed: Iterable[str]) -> None:
+    """Keys that nothing reads in this config go back to their defaults, but for those that the user typed."""
+    for key in _unread(config):
+        if not any(f"{name}.".startswith(f"{key}.") for name in typed):
+            _assign(config, key, ConfigDict() if key == "data.mixture" else _default_of(key))
 
 
 def _one_line(error: Exception, folder: str) -> str:
@@ -263,7 +272,7 @@ def check(config: ConfigDict) -> None:
     for key, value in flat.items():
         choices = CHOICES.get(_schema_key(key), (value,))
         if value not in choices:
-            match = difflib.get_close_matches(value, choices, n=1)
+            match = [SYNONYMS[value]] if value in SYNONYMS else difflib.get_close_matches(value, choices, n=1)
             hint = f"did you mean {match[0]!r}? " if match else ""
             raise ValueError(f"{key}={value!r}: {hint}It is one of {', '.join(choices)}")
         if key in FORMS:
@@ -276,7 +285,7 @@ def check(config: ConfigDict) -> None:
     for key, value in _unread(config).items():
         words = READ_WHEN[_schema_key(key)][1]
         raise ValueError(f"{key}={value!r} has no effect: it is read only when {words}; remove one of the two")
-    _check_combinations(config)
+    check_combinations(config)
 
 
 def _unread(config: ConfigDict) -> dict[str, Any]:
@@ -295,134 +304,16 @@ def _unread(config: ConfigDict) -> dict[str, Any]:
     return unread
 
 
-def _check_combinations(config: ConfigDict) -> None:
-    model, data = config.model, config.data
-    if model.head_dim == 0 and model.embed_dim % model.num_heads:
-        raise ValueError(
-            f"model.embed_dim={model.embed_dim} is not divisible by model.num_heads={model.num_heads}; "
-            "set model.head_dim"
-        )
-    if model.num_kv_heads and model.num_heads % model.num_kv_heads:
-        raise ValueError(f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads={model.num_heads}")
-    if model.norm == "rmsnorm" and model.norm_bias:
-        raise ValueError("model.norm_bias=True has no effect with model.norm='rmsnorm'; set model.norm_bias=False")
-    if model.positions == "learned" and model.max_positions and model.max_positions < config.seq_len:
-        raise ValueError(
-            f"seq_len={config.seq_len} is longer than model.max_positions={model.max_positions}, "
-            "the learned position table; shorten seq_len or grow the table"
-        )
-    head_dim = model.head_dim or model.embed_dim // model.num_heads
-    if not 0 < model.rotary.fraction <= 1:
-        raise ValueError(f"model.rotary.fraction={model.rotary.fraction}: must be above 0 and at most 1")
-    if model.positions == "rotary" and (
-        int(model.rotary.fraction * head_dim) % 2 or model.rotary.fraction * head_dim < 2
-    ):
-        raise ValueError(
-            f"model.rotary.fraction={model.rotary.fraction} of a head of {head_dim} dims: rotary turns them in pairs; "
-            "change it, model.num_heads or model.head_dim until that is even"
-        )
-    horizons = config.average.horizons
-    if any(horizon <= 0 for horizon in horizons) or len(set(horizons)) < len(horizons):
-        raise ValueError(f"average.horizons={horizons}: must be distinct and above 0; they are in tokens")
-    if config.checkpoint.resume_from and config.checkpoint.init_from:
-        raise ValueError(
-            "checkpoint.resume_from and checkpoint.init_from are both set: the first brings the weights too"
-        )
-    if config.eval.ngrams and model.vocab_size > 4096:
-        raise ValueError(
-            f"eval.ngrams=True with model.vocab_size={model.vocab_size}: the table of pairs would be too large, the "
-            "most is 4096; set eval.ngrams=False"
-        )
-    _check_optimizer(config)
-    _check_schedule(config)
-    if config.micro_batch_size != "auto" and config.micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size={config.micro_batch_size}: must be 'auto' or at least 1")
-    if not 0 <= data.validation_fraction < 1:
-        raise ValueError(f"data.validation_fraction={data.validation_fraction}: must be at least 0 and below 1")
-    if data.source == "mixture" and not data.mixture:
-        raise ValueError("data.source='mixture' needs data.mixture: {name: {weight, source, path}, ...}")
-    for name, entry in data.mixture.items():
-        if entry.get("weight", 1.0) <= 0:
-            raise ValueError(f"data.mixture.{name}.weight={entry.weight}: must be above 0")
-        if entry.get("source") == "mixture":
-            raise ValueError(f"data.mixture.{name}.source='mixture': mixtures do not nest; list its sources here")
-
-
-def _check_optimizer(config: ConfigDict) -> None:
-    optimizer, base = config.optimizer, config.scaling.base_batch_size
-    for key in ("b1", "b2", "momentum"):
-        if optimizer[key] >= 1:
-            raise ValueError(f"optimizer.{key}={optimizer[key]}: must be below 1")
-    if optimizer.mu_dtype == "int8" and optimizer.name != "adam_mini":
-        raise ValueError(
-            f"optimizer.mu_dtype='int8' with optimizer.name={optimizer.name!r}: only adam_mini has it; use 'bfloat16'"
-        )
-    for name, key in (("adafactor", "b1"), ("sgd", "momentum")):
-        if optimizer.name == name and optimizer[key] == 0 and optimizer.mu_dtype != "float32":
-            raise ValueError(
-                f"optimizer.mu_dtype={optimizer.mu_dtype!r} has no effect: {name} with optimizer.{key}=0 keeps no "
-                "first moment; remove one of the two"
-            )
-    if base and config.scaling.learning_rate == "none" and config.scaling.b2 == "none":
-        raise ValueError(
-            f"scaling.base_batch_size={base} has no effect without a rule: set scaling.learning_rate or scaling.b2"
-        )
-    if optimizer.nu_dtype == "bfloat16" and scaling.b2(config) >= 0.995:
-        raise ValueError(
-            f"optimizer.nu_dtype='bfloat16' with b2={scaling.b2(config):.4g}: below 0.995 only, as its 8 bits lose "
-            "updates of (1 - b2) and the second moment stands still; use 'float32' or a lower optimizer.b2"
-        )
-    if optimizer.name == "schedule_free_adamw":
-        if optimizer.b1 == 0:
-            raise ValueError("optimizer.b1=0.0 with schedule_free_adamw: must be above 0, e.g. 0.9 or 0.95")
-        if config.schedule.name != "constant":
-            raise ValueError(
-                f"schedule.name={config.schedule.name!r} with optimizer.name='schedule_free_adamw': its averaging "
-                "takes the place of a decay; set schedule.name='constant', with a warm-up"
-            )
-
-
-def _check_schedule(config: ConfigDict) -> None:
-    schedule = config.schedule
-    if schedule.warmup_steps and schedule.warmup_tokens:
-        raise ValueError(
-            f"schedule.warmup_steps={schedule.warmup_steps} and schedule.warmup_tokens={schedule.warmup_tokens} are "
-            "both set; set one of them to 0"
-        )
-    num_warmup = scaling.warmup_steps(config)
-    warmup = f"schedule.warmup_steps={num_warmup}"
-    if schedule.warmup_tokens:
-        warmup = f"schedule.warmup_tokens={schedule.warmup_tokens} ({num_warmup} steps)"
-    if schedule.decay_steps and schedule.decay_steps < num_warmup:
-        raise ValueError(f"schedule.decay_steps={schedule.decay_steps} ends before {warmup}; both count from step 0")
-    if schedule.name == "inverse_sqrt" and num_warmup == 0:
-        raise ValueError(
-            "schedule.name='inverse_sqrt' needs a warm-up, whose length sets the pace of the decay; "
-            "set schedule.warmup_steps or schedule.warmup_tokens"
-        )
-    if schedule.name != "wsd":
-        return
-    if not 0 < schedule.decay_fraction <= 1:
-        raise ValueError(f"schedule.decay_fraction={schedule.decay_fraction}: must be above 0 and at most 1")
-    if schedule.decay_shape == "exponential" and schedule.final_fraction == 0:
-        raise ValueError(
-            "schedule.final_fraction=0.0 with schedule.decay_shape='exponential' would fall to 0 at once; set a "
-            "fraction above 0, e.g. 0.01, or another decay_shape"
-        )
-    start, end = scaling.decay_span(config)
-    if start < num_warmup < end:
-        key = "decay_length" if schedule.decay_length else "decay_fraction"
-        raise ValueError(
-            f"schedule.{key}={schedule[key]}: the decay to step {end} begins at step {start}, before the end of "
-            f"{warmup}; shorten one of the two"
-        )
-
-
 def data_sources(config: ConfigDict) -> dict[str, dict[str, Any]]:
     """Name -> {weight, source, path, ...} of each source of a checked config; one entry unless it is a mixture."""
     if config.data.source != "mixture":
         return {"data": {"weight": 1.0, **{k: config.data[k] for k in data_source_defaults()}}}
     return {name: {**MIXTURE_ENTRY, **entry.to_dict()} for name, entry in config.data.mixture.items()}
+
+
+def num_masked_tokens(config: ConfigDict) -> int:
+    """The most tokens of a row that a masked language model is to predict."""
+    return math.ceil(config.objective.mask_fraction * config.seq_len)
 
 
 def to_json(config: ConfigDict) -> str:
@@ -443,7 +334,7 @@ def differences(saved: ConfigDict, config: ConfigDict) -> dict[str, str]:
     return {
         key: f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key.split(".")[0] not in FREE_ON_RESUME
+        if old.get(key) != new.get(key) and not f"{key}.".startswith(FREE_ON_RESUME)
     }
 
 

@@ -7,29 +7,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from jaxpretrain.models import transformer
+from jaxpretrain.models import registry
 from jaxpretrain.models.parameter import infos
-from jaxpretrain.parallel.mesh import make_mesh
+from jaxpretrain.parallel.mesh import make_mesh, num_data_shards, rows_per_shard
 from jaxpretrain.parallel.strategies import make_strategy
 from jaxpretrain.plan import memory
-from jaxpretrain.step import abstract_state
+from jaxpretrain.step import abstract_state, make_train_step
 
 
 def describe(config: ConfigDict, count: int) -> dict[str, Any]:
     """Mesh, parameters and bytes per device of a checked config on `count` devices of any kind; nothing is allocated.
 
     `bytes_per_device` has, in bytes of one device, wherever they are kept: `params` (the float32 masters), `optimizer`,
-    `averages`, and what exists during a step beside activations: `compute_copy`, the parameters in compute precision
-    as they stay during the step, and `gradients`, accumulated in float32. `host_bytes_per_device` is the part of these
-    in the host's memory.
+    `averages`, and what exists during a step beside activations: `gradients`, accumulated in float32,
+    `micro_batch_gradients`, those of one micro-batch before they are added, `compute_copy`, the parameters in compute
+    precision as they stay during the step, and `undonated`, the state's second copy where it is not updated in place.
+    `host_bytes_per_device` is the part of these in the host's memory. `problem` is why the batch would be refused, or
+    None. Raises ValueError for what else a run would refuse, but for an attention kernel, which depends on the device.
     """
     parallel = config.parallel
     mesh = make_mesh(parallel.strategy, jax.devices("cpu")[:count], tensor=parallel.tensor, replicas=parallel.replicas)
-    model_infos = infos(transformer.build(config))
+    _trace(config, mesh)
+    problem = None
+    try:
+        rows_per_shard(config.batch_size, mesh)
+    except ValueError as error:
+        problem = str(error)
+    model_infos = infos(registry.build(config))
     strategy = make_strategy(parallel.strategy, model_infos, mesh, jnp.dtype(config.precision.compute))
     state, sizes = abstract_state(config, mesh), dataclasses.asdict(memory.state_bytes(config, mesh))
     leaves = zip(jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(model_infos), strict=True)
@@ -52,11 +61,23 @@ def describe(config: ConfigDict, count: int) -> dict[str, Any]:
         "strategy": parallel.strategy,
         "remat": parallel.remat,
         "offload": parallel.offload,
+        "problem": problem,
         "host_bytes_per_device": sizes.pop("host"),
         "bytes_per_device": sizes,
-        "unsharded": strategy.unsharded(state.params),
+        "unsharded": strategy.unsharded(model_infos, state.params),
         "parameters": parameters,
     }
+
+
+def _trace(config: ConfigDict, mesh: Mesh) -> None:
+    """Traces the step, in which `parallel.remat` is checked, with one row for each device and a kernel for CPUs."""
+    config = config.copy_and_resolve_references()
+    config.kernels.attention = "auto"
+    config.batch_size = num_data_shards(mesh)
+    with config.ignore_type():
+        config.micro_batch_size = 1
+    train_step = make_train_step(config, mesh)
+    jax.eval_shape(train_step.step, train_step.state, train_step.batch)
 
 
 def to_text(description: dict[str, Any]) -> str:
@@ -84,10 +105,12 @@ def to_text(description: dict[str, Any]) -> str:
         console.export_text().rstrip(),
         "",
         "GiB per device, without activations:",
-        *(f"  {kind:<14}{size / 2**30:10.3f}" for kind, size in d["bytes_per_device"].items()),
-        f"  {'sum':<14}{sum(d['bytes_per_device'].values()) / 2**30:10.3f}"
+        *(f"  {kind:<22}{size / 2**30:10.3f}" for kind, size in d["bytes_per_device"].items()),
+        f"  {'sum':<22}{sum(d['bytes_per_device'].values()) / 2**30:10.3f}"
         f", of which {d['host_bytes_per_device'] / 2**30:.3f} in the host's memory",
     ]
+    if d["problem"]:
+        lines.append(f"not to be trained so: {d['problem']}")
     if d["unsharded"]:
-        lines.append("held whole by every device, as no dim divides: " + ", ".join(d["unsharded"]))
+        lines.append("held by more devices than need be, as their dims do not divide: " + ", ".join(d["unsharded"]))
     return "\n".join(lines)

@@ -22,7 +22,8 @@ TEMPERATURE = 0.8
 # Keys, by their beginnings, that a mode does not read. The model is that of the weights.
 _UNREAD_ALWAYS = (
     *("model.", "steps", "optimizer.", "schedule.", "scaling.", "average.", "checkpoint.", "log."),
-    *("run.name", "run.max_bad_steps"),
+    *("run.name", "run.max_bad_steps", "parallel.offload", "parallel.remat", "parallel.donate"),
+    "parallel.xla_options",
 )
 _UNREAD = {
     "eval": (*_UNREAD_ALWAYS, "eval.every", "eval.ngrams"),
@@ -44,9 +45,7 @@ def load_config(source: str, config: ConfigDict | None, overrides: list[tuple[st
         raise ValueError(f"--workdir={source} is neither a run's work directory nor a Hugging Face folder")
     saved = huggingface.model_config(source) if is_hugging_face else config_lib.from_json(_read(path / "config.json"))
     if config is None:
-        config = config_lib.default() if is_hugging_face else saved
-        config.seq_len = saved.seq_len
-        config.model = saved.model
+        config = saved
         for key, text in overrides:
             if key.startswith(_UNREAD[mode]):
                 raise ValueError(f"--config.{key} has no effect with --mode={mode}; remove it")
@@ -56,6 +55,7 @@ def load_config(source: str, config: ConfigDict | None, overrides: list[tuple[st
     elif config.model != saved.model:
         raise ValueError(f"--config has another model than the run in {source}; without --config its own is taken")
     typed = [key for key, _ in overrides]
+    config_lib.reset_unread(config, typed)
     if is_hugging_face and (path / "tokenizer.json").is_file() and "data.tokenizer" not in typed:
         config.data.tokenizer = str(path / "tokenizer.json")
     config_lib.check(config)
@@ -67,12 +67,16 @@ def evaluate(config: ConfigDict, source: str) -> str:
     validation = make_dataset(config, "valid")
     train_step = _step(config)
     params = load_weights(source, config, train_step.state.params)
-    loss, num_tokens = evaluation.evaluate(train_step, params, validation, config.eval.max_tokens)
-    return f"valid loss {loss:.4f} nats per token over {num_tokens:,} tokens of {source}"
+    result = evaluation.evaluate(train_step, params, validation, config.eval.max_tokens)
+    unit = {"encoder": "masked token", "vit": "image", "convnext": "image"}.get(config.model.family, "token")
+    accuracy = "" if result.accuracy is None else f", accuracy {result.accuracy:.2%}"
+    return f"valid loss {result.loss:.4f} nats per {unit}{accuracy} over {result.eval_tokens:,} {unit}s of {source}"
 
 
 def sample(config: ConfigDict, source: str, prompt: str) -> Iterator[str]:
     """Yields the prompt, then text continuing it, until the end of the document or NUM_SAMPLED_TOKENS."""
+    if config.model.family not in ("decoder", "mamba"):
+        raise ValueError(f"--mode=sample: model.family={config.model.family!r} does not continue text; use --mode=eval")
     tokenizer = load_tokenizer(config.data.tokenizer)
     tokens = list(tokenizer.encode(prompt)) or [tokenizer.eod if tokenizer.eod is not None else ord("\n")]
     if len(tokens) >= config.seq_len:

@@ -23,6 +23,8 @@ def main(argv: list[str]) -> int:
         if getattr(arguments, flag) is not None and arguments.mode != mode:
             raise ValueError(f"--{flag} has no effect with --mode={arguments.mode}; add --mode={mode}")
     if arguments.mode == "describe":
+        if arguments.workdir is not None:
+            raise ValueError("--workdir has no effect with --mode=describe; remove it")
         return describe(cli.load_config(arguments, overrides), arguments)
     if not arguments.workdir:
         raise ValueError("--workdir is missing: name a directory for config, metrics and checkpoints")
@@ -62,7 +64,10 @@ def describe(config: ConfigDict, arguments: argparse.Namespace) -> int:
     description = describe_lib.describe(config, count)
     print(describe_lib.to_text(description))
     if arguments.json:
-        pathlib.Path(arguments.json).write_text(json.dumps(description, indent=1) + "\n")
+        try:
+            pathlib.Path(arguments.json).write_text(json.dumps(description, indent=1) + "\n")
+        except OSError as error:
+            raise ValueError(f"--json={arguments.json} cannot be written: {error.strerror}; choose another") from error
     return cli.EXIT_DONE
 
 

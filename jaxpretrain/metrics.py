@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from jaxpretrain import hardware
 from jaxpretrain.plan import flops
+from jaxpretrain.schema import IMAGE_FAMILIES
 
 MFU_SUSPECT = 0.8  # no training step has been seen to reach this: look at the timer
 MFU_IMPOSSIBLE = 1.0
@@ -97,8 +98,8 @@ class MetricsLog:
         self._timer = StepTimer()
         self._last_step = resumed_at or 0
         self._waited_until = None  # (step, cumulative wait) at the last line
-        self._flops = flops.train_flops_per_token(config.model, config.seq_len)
-        self._palm_flops = flops.palm_flops_per_token(config.model, config.seq_len)
+        self._flops = flops.train_flops_per_token(config)
+        self._palm_flops = flops.palm_flops_per_token(config)
         accelerator = hardware.find(device_kind)
         device_peak = accelerator and accelerator.peak_flops(config.precision.compute, config.precision.matmul)
         self._peak = device_peak and num_devices * device_peak
@@ -165,7 +166,7 @@ class MetricsLog:
         self._show(line)
 
     def record_eval(self, step: int, split: str, loss: float, **more: Any) -> None:
-        """Logs an evaluation after `step` steps: `split` is valid or valid_ewa, `loss` in nats per token.
+        """Logs an evaluation after `step` steps: `split` is valid or valid_ewa, `loss` in nats per target.
 
         `more` is logged as it is, e.g. `horizon` and `eval_tokens`.
         """
@@ -222,18 +223,17 @@ class MetricsLog:
             self._warned_impossible = True
             return {"mfu": None, "mfu_palm": None}
         suspect = {"mfu_suspect": True} if mfu > MFU_SUSPECT else {}
-        return {"mfu": mfu, "mfu_palm": tokens_per_second * self._palm_flops / self._peak, **suspect}
+        palm = self._palm_flops and tokens_per_second * self._palm_flops / self._peak
+        return {"mfu": mfu, "mfu_palm": palm, **suspect}
 
     def _definition(self, device_kind: str, name: str | None, num_devices: int, device_peak: float | None) -> str:
         compute = self._config.precision.compute
         if not device_peak:
             return f"MFU: none; jaxpretrain/hardware.py has no {compute} peak for {device_kind!r}"
-        model, seq_len = self._config.model, self._config.seq_len
+        unit = "image" if self._config.model.family in IMAGE_FAMILIES else "token"
         return (
-            f"MFU = tokens/s x {self._flops / 1e9:.3g} GFLOP / ({num_devices} x {device_peak / 1e12:.4g} TFLOP/s: "
-            f"{name}, dense, {compute}); a token costs 6 x {flops.num_matmul_parameters(model):,} matmul parameters "
-            "(without the input embedding) + 6 L d T (causal attention, once). mfu_palm: "
-            f"6 x {flops.num_parameters(model, seq_len):,} (all) + 12 L d T"
+            f"MFU = {unit}s/s x {self._flops / 1e9:.3g} GFLOP / ({num_devices} x {device_peak / 1e12:.4g} TFLOP/s: "
+            f"{name}, dense, {compute}); {flops.definition(self._config)}"
         )
 
     def _write(self, line: dict[str, Any]) -> None:

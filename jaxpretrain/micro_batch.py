@@ -8,10 +8,12 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxpretrain import hardware
+from jaxpretrain.config import num_masked_tokens
 from jaxpretrain.errors import is_out_of_memory
 from jaxpretrain.parallel import offload
 from jaxpretrain.parallel.mesh import num_data_shards
 from jaxpretrain.plan.memory import state_bytes
+from jaxpretrain.schema import IMAGE_FAMILIES, TOKEN_FAMILIES
 from jaxpretrain.step import TrainStep, make_train_step
 
 _USABLE = 0.9  # of a device's memory; the rest is the runtime's and fragmentation's
@@ -36,8 +38,9 @@ def make_fitting_step(config: ConfigDict, mesh: Mesh) -> tuple[TrainStep, Callab
             continue
         if _fits(compiled, mesh.devices.flat[0]):
             return train_step, compiled
+    one = "one image" if config.model.family in IMAGE_FAMILIES else f"one sequence of {config.seq_len} tokens"
     raise ValueError(
-        f"one sequence of {config.seq_len} tokens per device does not fit into the memory of a "
+        f"{one} per device does not fit into the memory of a "
         f"{mesh.devices.flat[0].device_kind}: set parallel.remat=full, or parallel.strategy=fsdp on more devices"
     )
 
@@ -72,17 +75,35 @@ def device_memory(device: jax.Device) -> int | None:
 
 
 def _activation_bytes_per_sequence(config: ConfigDict) -> int:
-    """What the backward of one sequence needs, roughly: a first guess, the compiler has the last word."""
-    m = config.model
+    """What the backward of one sequence or image needs, roughly: a first guess, the compiler has the last word."""
     width = 4 if config.precision.compute == "float32" else 2
+    layers = _layers(config)
+    keeps_all = config.parallel.remat == "none"
+    kept = sum(count * tokens * (numbers if keeps_all else dim) for count, tokens, numbers, dim in layers)
+    # Of one layer: what was kept, its gradient, and float32 between the two.
+    in_backward = 3 * max(tokens * numbers for _, tokens, numbers, _ in layers)
+    logits = 0
+    if config.model.family in TOKEN_FAMILIES:
+        num_targets = num_masked_tokens(config) if config.model.family == "encoder" else config.seq_len
+        logits = num_targets * min(3 * 4 * config.model.vocab_size, 2**18)
+    return width * (kept + in_backward) + logits
+
+
+def _layers(config: ConfigDict) -> list[tuple[int, int, int, int]]:
+    """Kinds of layers: how many, tokens (or pixels) that each sees, numbers that it keeps and that it reads of each."""
+    m = config.model
+    if m.family == "convnext":
+        sides = [m.image.size // 4 // 2**stage for stage in range(4)]
+        stages = zip(m.convnext.depths, sides, m.convnext.widths, strict=True)
+        return [(depth, side**2, 11 * dim, dim) for depth, side, dim in stages]
+    if m.family == "mamba":
+        return [(m.num_layers, config.seq_len, m.embed_dim + 6 * m.mamba.expand * m.embed_dim, m.embed_dim)]
+    num_tokens = (m.image.size // m.image.patch_size) ** 2 + 1 if m.family == "vit" else config.seq_len
     heads = m.num_heads + (m.num_kv_heads or m.num_heads)
     heads_dim = 2 * heads * (m.head_dim or m.embed_dim // m.num_heads)  # of queries, keys, values and the output
     hidden = (m.mlp_dim or 4 * m.embed_dim) * (2 if m.gated_mlp else 1)
-    per_layer = width * ((1 if m.parallel_residual else 2) * m.embed_dim + heads_dim + hidden)
-    kept = per_layer if config.parallel.remat == "none" else width * m.embed_dim
-    logits = 3 * 4 * m.vocab_size
-    in_backward = 3 * per_layer  # of one layer: what was kept, its gradient, and float32 between the two
-    return config.seq_len * (m.num_layers * kept + in_backward + min(logits, 2**18))
+    numbers = (1 if m.parallel_residual else 2) * m.embed_dim + heads_dim + hidden
+    return [(m.num_layers, num_tokens, numbers, m.embed_dim)]
 
 
 def _compile(train_step: TrainStep, config: ConfigDict) -> Callable:

@@ -14,9 +14,11 @@ def default() -> ConfigDict:
     config.batch_size = 8  # sequences per optimizer step, over all devices and accumulation steps
     # sequences per device and accumulation step; "auto" is resolved once
     config.micro_batch_size = FieldReference("auto", field_type=object)  # object: a recipe may assign an int
-    config.seq_len = 256  # tokens the model sees; a row of data holds one more, the last target
+    config.seq_len = 256  # tokens that the model sees of a row; images count as one: 1
 
     config.model = model = ConfigDict()
+    # decoder and mamba predict the next token, encoder masked tokens, vit and convnext the class of an image
+    model.family = "decoder"
     model.vocab_size = 256  # rows of the embedding
     model.num_layers = 4
     model.embed_dim = 128
@@ -44,7 +46,25 @@ def default() -> ConfigDict:
     model.mlp_bias = True
     model.parallel_residual = False  # attention and MLP both read the block's input (GPT-NeoX)
     model.tied_embeddings = False
-    model.init = "gpt2"  # gpt_neox | gpt2 | llama | mitchell
+    model.init = "gpt2"  # gpt_neox | gpt2 | llama | mitchell | normal
+    model.dropout = 0.0  # encoder, vit: of the embeddings and of what each attention and each MLP adds
+    model.drop_path = 0.0  # vit, convnext: chance that an image skips the last block; the first block's is 0
+    model.mamba = mamba = ConfigDict()
+    mamba.state_dim = 16  # numbers that each channel remembers
+    mamba.conv_width = 4  # tokens that the causal convolution sees
+    mamba.expand = 2  # channels of the inner layer, in embed_dim
+    mamba.dt_rank = 0  # of the projection that gives the time steps; 0: embed_dim / 16, rounded up
+    mamba.dt_min = 0.001  # time steps begin log-uniformly between dt_min and dt_max
+    mamba.dt_max = 0.1
+    model.image = image = ConfigDict()
+    image.size = 224  # pixels of a side
+    image.num_channels = 3
+    image.num_classes = 1000
+    image.patch_size = 16  # pixels of a side of vit's patches
+    model.convnext = convnext = ConfigDict()
+    convnext.depths = (3, 3, 9, 3)  # blocks of each stage
+    convnext.widths = (96, 192, 384, 768)  # channels of each stage
+    convnext.layer_scale = 1e-6  # of what each block adds, at the beginning
 
     config.data = data = ConfigDict()
     data.update(data_source_defaults())
@@ -55,6 +75,22 @@ def default() -> ConfigDict:
     data.validation_fraction = 0.01  # of the documents, where validation_path is empty
     data.validation_path = ""  # a source of the same kind that holds the validation data
     data.cache_dir = ""  # tokenised text; "": jaxpretrain/ in the user's cache directory
+
+    data.workers = 0  # processes that decode images; 0: as many as the cores of the host
+    data.images = images = ConfigDict()  # how training images are changed: docs/images.md
+    images.min_crop = 0.08  # random crops take at least this part of the area; 1: all of the image
+    images.flip = True  # half of the images are mirrored
+    images.randaugment_ops = 0  # RandAugment's operations on each image
+    images.randaugment_magnitude = 9.0  # their strength, 0 to 10
+    images.erase = 0.0  # chance that a rectangle is replaced by noise
+    images.mixup = 0.0  # alpha of mixup; 0: none
+    images.cutmix = 0.0  # alpha of CutMix; 0: none. With both, half of the pairs get each
+    images.eval_crop = 0.875  # evaluation sees the middle of the image: this part of its shorter side
+    images.normalize = "imagenet"  # imagenet: its mean and deviation | half: 0.5 and 0.5
+
+    config.objective = objective = ConfigDict()
+    objective.mask_fraction = 0.15  # encoder: of the tokens, that are to be predicted
+    objective.label_smoothing = 0.0  # vit, convnext: of the label's probability, spread over all classes
 
     config.optimizer = optimizer = ConfigDict()
     # adamw | adam_mini | adafactor | lion | lamb | sm3 | sgd | muon | schedule_free_adamw: docs/optimizers.md
@@ -144,27 +180,42 @@ def default() -> ConfigDict:
 def data_source_defaults() -> dict[str, Any]:
     """The keys that describe one source of data, for `data` itself and for each entry of `data.mixture`."""
     return dict(
-        source="stdlib",  # stdlib | text | megatron | tokens | olmo | huggingface | synthetic | mixture
+        # text: stdlib | text | megatron | tokens | olmo | huggingface | synthetic | mixture
+        # images: images | arrayrecord | parquet | huggingface | digits | synthetic
+        source="stdlib",
         path="",  # file, prefix, folder or glob; several with commas; local or gs://
         dtype="uint16",  # of tokens and olmo files: uint16 | uint32
         text_key="text",  # text, huggingface: the field that holds the text
         tokens_key="",  # huggingface: the field that holds token ids; "": tokenise text_key
+        image_key="image",  # huggingface, parquet, arrayrecord: the field that holds the image
+        label_key="label",  # and the one that holds the number of its class
         row_len=0,  # megatron preshuffled rows of this many tokens (Pythia: 2049); 0: a stream of documents
     )
 
 
 MIXTURE_ENTRY = {"weight": 1.0, **data_source_defaults()}
 
+TOKEN_FAMILIES, IMAGE_FAMILIES = ("decoder", "encoder", "mamba"), ("vit", "convnext")
+ATTENTION_FAMILIES = ("decoder", "encoder", "vit")
+IMAGE_SOURCES = ("images", "arrayrecord", "parquet", "huggingface", "digits")  # huggingface has text, too
+
 # Keys that may differ from the saved config.json when a run is resumed (DESIGN section 9).
-FREE_ON_RESUME = ("parallel", "kernels", "micro_batch_size", "checkpoint", "eval", "log", "run")
+FREE_ON_RESUME = (
+    *("parallel.", "kernels.", "micro_batch_size.", "data.workers.", "checkpoint.", "eval.", "log.", "run."),
+)
 
 CHOICES = {
+    "model.family": (*TOKEN_FAMILIES, *IMAGE_FAMILIES),
     "model.positions": ("rotary", "learned"),
     "model.rotary.scaling": ("none", "linear", "llama3"),
     "model.norm": ("layernorm", "rmsnorm"),
     "model.activation": ("gelu", "gelu_tanh", "silu"),
-    "model.init": ("gpt_neox", "gpt2", "llama", "mitchell"),
-    "data.source": ("stdlib", "text", "megatron", "tokens", "olmo", "huggingface", "synthetic", "mixture"),
+    "model.init": ("gpt_neox", "gpt2", "llama", "mitchell", "normal"),
+    "data.images.normalize": ("imagenet", "half"),
+    "data.source": (
+        *("stdlib", "text", "megatron", "tokens", "olmo", "huggingface", "synthetic", "mixture"),
+        *("images", "arrayrecord", "parquet", "digits"),
+    ),
     "data.dtype": ("uint16", "uint32"),
     "data.order": ("shuffled", "sequential"),
     "optimizer.name": (
@@ -184,6 +235,9 @@ CHOICES = {
     "kernels.attention": ("auto", "xla", "blockwise", "cudnn", "pallas", "splash"),
     "kernels.cross_entropy": ("auto", "plain", "chunked", "whole"),
 }
+
+# What other systems call a choice of ours whose name is not like it.
+SYNONYMS = {"zero3": "fsdp", "zero_3": "fsdp", "roberta": "encoder", "bert": "encoder", "transformer": "decoder"}
 
 # key -> (regular expression of what it may be, the same in words)
 FORMS = {
@@ -209,7 +263,20 @@ AT_LEAST = {
     "model.head_dim": 0,
     "model.mlp_dim": 0,
     "model.max_positions": 0,
+    "model.dropout": 0,
+    "model.drop_path": 0,
+    **{f"model.mamba.{key}": 1 for key in ("state_dim", "conv_width", "expand")},
+    "model.mamba.dt_rank": 0,
+    "model.mamba.dt_min": 0,
+    "model.mamba.dt_max": 0,
+    **{f"model.image.{key}": 1 for key in ("size", "num_channels", "num_classes", "patch_size")},
+    "model.convnext.layer_scale": 0,
     "data.row_len": 0,
+    "data.workers": 0,
+    **{f"data.images.{key}": 0 for key in ("min_crop", "randaugment_ops", "randaugment_magnitude", "erase")},
+    **{f"data.images.{key}": 0 for key in ("mixup", "cutmix", "eval_crop")},
+    "objective.mask_fraction": 0,
+    "objective.label_smoothing": 0,
     "optimizer.learning_rate": 0,
     "optimizer.b1": 0,
     "optimizer.b2": 0,
@@ -244,10 +311,12 @@ AT_LEAST = {
 
 # Which sources read a key that describes one, in `data` itself and in an entry of `data.mixture`.
 SOURCES_THAT_READ = {
-    "path": ("text", "megatron", "tokens", "olmo", "huggingface"),
+    "path": ("text", "megatron", "tokens", "olmo", "huggingface", "images", "arrayrecord", "parquet"),
     "dtype": ("tokens", "olmo"),
     "text_key": ("text", "huggingface"),
     "tokens_key": ("huggingface",),
+    "image_key": ("huggingface", "arrayrecord", "parquet"),
+    "label_key": ("huggingface", "arrayrecord", "parquet"),
     "row_len": ("megatron",),
 }
 
@@ -262,7 +331,39 @@ OPTIMIZERS_THAT_READ = {
     "blocks": ("adam_mini",),
 }
 
-_WHEN_ROTARY = (lambda c: c.model.positions == "rotary", "model.positions is 'rotary'")
+# Which families of models read a key of `model`; all of them read the others.
+_WITH_LAYERS = (*TOKEN_FAMILIES, "vit")
+FAMILIES_THAT_READ = {
+    "vocab_size": TOKEN_FAMILIES,
+    "num_layers": _WITH_LAYERS,
+    "embed_dim": _WITH_LAYERS,
+    "num_heads": ATTENTION_FAMILIES,
+    "num_kv_heads": ("decoder",),
+    "head_dim": ("decoder",),
+    "mlp_dim": ATTENTION_FAMILIES,
+    "positions": ("decoder",),
+    "norm": ("decoder",),
+    "norm_bias": ("decoder",),
+    "qk_norm": ("decoder",),
+    "activation": ATTENTION_FAMILIES,
+    "gated_mlp": ("decoder",),
+    "attention_bias": ("decoder",),
+    "mlp_bias": ("decoder",),
+    "parallel_residual": ("decoder",),
+    "tied_embeddings": ("decoder", "mamba"),
+    "init": ("decoder", "encoder"),
+    "dropout": ATTENTION_FAMILIES,
+    "drop_path": IMAGE_FAMILIES,
+    **{f"mamba.{key}": ("mamba",) for key in ("state_dim", "conv_width", "expand", "dt_rank", "dt_min", "dt_max")},
+    **{f"image.{key}": IMAGE_FAMILIES for key in ("size", "num_channels", "num_classes")},
+    "image.patch_size": ("vit",),
+    **{f"convnext.{key}": ("convnext",) for key in ("depths", "widths", "layer_scale")},
+}
+
+_WHEN_ROTARY = (
+    lambda c: c.model.family == "decoder" and c.model.positions == "rotary",
+    "model.family is 'decoder' and model.positions is 'rotary'",
+)
 _WHEN_LLAMA3 = (lambda c: c.model.rotary.scaling == "llama3", "model.rotary.scaling is 'llama3'")
 _WHEN_DECAYING = (lambda c: c.schedule.name != "constant", "schedule.name is not 'constant'")
 _WHEN_DECAY_ENDS = (
@@ -271,12 +372,24 @@ _WHEN_DECAY_ENDS = (
 )
 _WHEN_WSD = (lambda c: c.schedule.name == "wsd", "schedule.name is 'wsd'")
 _WHEN_RESCALING = (lambda c: c.scaling.base_batch_size > 0, "scaling.base_batch_size is above 0")
+_WHEN_IMAGES = (lambda c: c.model.family in IMAGE_FAMILIES, "model.family is 'vit' or 'convnext'")
+_WHEN_IMAGE_FILES = (
+    lambda c: c.model.family in IMAGE_FAMILIES and c.data.source != "synthetic",
+    "model.family is 'vit' or 'convnext' and data.source has images",
+)
+_WHEN_TEXT = (
+    lambda c: c.model.family in TOKEN_FAMILIES and (c.data.source != "synthetic" or c.model.family == "encoder"),
+    "data.source holds text",
+)
 _WHEN_FLOAT16 = (lambda c: c.precision.compute == "float16", "precision.compute is 'float16'")
 _WHEN_EVALUATING = (lambda c: c.eval.every >= 0, "eval.every is not -1")
 
 # key -> (when something reads it, the same in words). A changed key that nothing reads is refused.
 READ_WHEN: dict[str, tuple[Callable[[ConfigDict], bool], str]] = {
-    "model.max_positions": (lambda c: c.model.positions == "learned", "model.positions is 'learned'"),
+    "model.max_positions": (
+        lambda c: c.model.family == "encoder" or (c.model.family == "decoder" and c.model.positions == "learned"),
+        "model.positions is 'learned'",
+    ),
     "model.rotary.fraction": _WHEN_ROTARY,
     "model.rotary.theta": _WHEN_ROTARY,
     "model.rotary.scaling": _WHEN_ROTARY,
@@ -285,7 +398,6 @@ READ_WHEN: dict[str, tuple[Callable[[ConfigDict], bool], str]] = {
     "model.rotary.high_freq_factor": _WHEN_LLAMA3,
     "model.rotary.original_max_positions": _WHEN_LLAMA3,
     "data.mixture": (lambda c: c.data.source == "mixture", "data.source is 'mixture'"),
-    "data.tokenizer": (lambda c: c.data.source != "synthetic", "data.source holds text"),
     "data.cache_dir": (
         lambda c: c.data.source in ("stdlib", "text", "huggingface", "mixture"),
         "data.source is tokenised into a cache",
@@ -295,6 +407,27 @@ READ_WHEN: dict[str, tuple[Callable[[ConfigDict], bool], str]] = {
         "data.source reads files and eval.every is not -1",
     ),
     "data.validation_fraction": (lambda c: not c.data.validation_path, "data.validation_path is empty"),
+    "data.tokenizer": _WHEN_TEXT,
+    "data.isolate_documents": (
+        lambda c: c.model.family in ("decoder", "mamba"),
+        "model.family predicts the next token",
+    ),
+    "data.workers": _WHEN_IMAGE_FILES,
+    **{f"data.images.{key}": _WHEN_IMAGE_FILES for key in ("min_crop", "flip", "randaugment_ops", "erase", "mixup")},
+    **{f"data.images.{key}": _WHEN_IMAGE_FILES for key in ("cutmix", "eval_crop")},
+    "data.images.normalize": _WHEN_IMAGES,
+    "data.images.randaugment_magnitude": (
+        lambda c: c.model.family in IMAGE_FAMILIES and c.data.images.randaugment_ops > 0,
+        "data.images.randaugment_ops is above 0",
+    ),
+    "objective.mask_fraction": (lambda c: c.model.family == "encoder", "model.family is 'encoder'"),
+    "objective.label_smoothing": _WHEN_IMAGES,
+    "kernels.attention": (lambda c: c.model.family in ATTENTION_FAMILIES, "model.family has attention"),
+    "kernels.cross_entropy": (lambda c: c.model.family in TOKEN_FAMILIES, "model.family predicts tokens"),
+    "eval.ngrams": (
+        lambda c: c.eval.every >= 0 and c.model.family in TOKEN_FAMILIES,
+        "eval.every is not -1 and model.family predicts tokens",
+    ),
     "optimizer.no_decay": (lambda c: c.optimizer.weight_decay > 0, "optimizer.weight_decay is above 0"),
     "schedule.final_fraction": _WHEN_DECAY_ENDS,
     "schedule.floor_fraction": _WHEN_DECAYING,
@@ -319,10 +452,14 @@ READ_WHEN: dict[str, tuple[Callable[[ConfigDict], bool], str]] = {
     "precision.initial_loss_scale": _WHEN_FLOAT16,
     "precision.loss_scale_interval": _WHEN_FLOAT16,
     "eval.max_tokens": _WHEN_EVALUATING,
-    "eval.ngrams": _WHEN_EVALUATING,
     "log.wandb_project": (lambda c: c.log.wandb, "log.wandb is True"),
     "run.name": (lambda c: c.log.wandb, "log.wandb is True"),
 }
+for _key, _families in FAMILIES_THAT_READ.items():
+    READ_WHEN[f"model.{_key}"] = (
+        lambda c, families=_families: c.model.family in families,
+        f"model.family is {' or '.join(map(repr, _families))}",
+    )
 for _key, _sources in SOURCES_THAT_READ.items():
     READ_WHEN[f"data.{_key}"] = (
         lambda c, s=_sources: c.data.source in s,

@@ -15,10 +15,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from jaxpretrain import losses
-from jaxpretrain.models import transformer
+from jaxpretrain.models import registry
 from jaxpretrain.models.parameter import Info, infos
-from jaxpretrain.ops import attention
+from jaxpretrain.objectives import Batch, Sums, make_objective
+from jaxpretrain.ops import attention, attention_blockwise
+from jaxpretrain.ops.dropout import row_keys
 from jaxpretrain.optim.ewa import EwaState, averaged, ewa
 from jaxpretrain.optim.factory import check_roles, evaluation_params, make_optimizer
 from jaxpretrain.optim.schedules import make_schedule
@@ -26,8 +27,7 @@ from jaxpretrain.parallel import offload, xla
 from jaxpretrain.parallel.mesh import DATA_AXES, batch_sharding, num_data_shards, rows_per_shard
 from jaxpretrain.parallel.remat import layer_runner
 from jaxpretrain.parallel.strategies import Strategy, make_strategy
-
-Batch = dict[str, jax.Array]  # tokens and, where documents are kept apart, segment_ids: int32 [B, T+1]
+from jaxpretrain.schema import ATTENTION_FAMILIES
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +52,7 @@ class TrainStep:
 
     mesh: Mesh
     strategy: Strategy
-    attention: attention.Choice
+    attention: attention.Choice | None  # None: the model has none
     seq_len: int
     num_micro_batches: int  # accumulation steps per optimizer step
     eval_batch_size: int  # rows of a batch of `evaluate`
@@ -60,15 +60,15 @@ class TrainStep:
     batch: Batch  # of jax.ShapeDtypeStruct with shardings
     init: Callable[..., TrainState]  # the state of step 0, created already sharded; takes parameters, donated
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
-    evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]  # params, batch -> sum of losses, valid tokens
+    evaluate: Callable[[Any, Batch], Sums]  # params, batch -> the objective's sums
     logits: Callable[[Any, jax.Array], jax.Array]  # params, tokens [B, T] -> float32 [B, T, V]; for sampling
 
 
 def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
     """Builds the step of a checked config, whose micro_batch_size is resolved, on a mesh from `make_mesh`.
 
-    The metrics of a step are scalars: loss (nats per valid token, before the update), grad_norm (before
-    clipping), learning_rate, num_tokens (valid targets), skipped, bad_steps and, in float16, loss_scale and overflows.
+    The metrics of a step are scalars: loss (nats per target, before the update), grad_norm (before clipping),
+    learning_rate, num_tokens (seen), skipped, bad_steps and, in float16, loss_scale and overflows.
     """
     num_shards, micro_batch_size = num_data_shards(mesh), config.micro_batch_size
     num_rows = rows_per_shard(config.batch_size, mesh)
@@ -79,38 +79,22 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
             f"(batch_size={config.batch_size} over {num_shards}); try {divisor}"
         )
     num_micro_batches = num_rows // micro_batch_size
-    num_micro_tokens = micro_batch_size * config.seq_len
     compute_dtype = jnp.dtype(config.precision.compute)
     is_float16 = compute_dtype == jnp.float16
-    segmented = config.data.isolate_documents
     matmul_precision = None if config.precision.matmul == "default" else config.precision.matmul
 
-    model = transformer.build(config)
+    model = registry.build(config)
     graphdef, _ = nnx.split(model)
     parameter_infos = infos(model)
     strategy = make_strategy(config.parallel.strategy, parameter_infos, mesh, compute_dtype)
     device = mesh.devices.flat[0]
-    attention_choice = attention.select(
-        config.kernels.attention,
-        platform=device.platform,
-        device_kind=device.device_kind,
-        head_dim=model.config.head_dim,
-        dtype=compute_dtype,
-        segmented=segmented,
-        seq_len=config.seq_len,
-    )
-    attend = functools.partial(attention.attend, implementation=attention_choice.name, block=attention_choice.block)
+    attention_choice = _select_attention(config, model, device)
     forward_options = dict(
-        attend=strategy.split_heads(attend),
+        attend=attention_choice and strategy.split_heads(_attend(model, attention_choice.name, attention_choice.block)),
         run_layers=layer_runner(strategy, config.parallel.remat, config.parallel.scan_layers),
     )
-    cross_entropy = functools.partial(
-        losses.cross_entropy,
-        vocab_size=config.model.vocab_size,
-        implementation=losses.choose_cross_entropy(
-            config.kernels.cross_entropy, num_micro_tokens, config.model.vocab_size
-        ),
-    )
+    objective = make_objective(config)
+    has_dropout = config.model.dropout > 0 or config.model.drop_path > 0
     schedule = make_schedule(config)
     check_roles(config, parameter_infos)
     optimizer = make_optimizer(config, schedule, parameter_infos)
@@ -123,49 +107,49 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
 
     # --- Loss and gradients; the mesh axes are manual in here: arrays are this shard's own.
 
-    def loss_sum(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Sum of the losses and number of valid tokens of a micro-batch; `params` is the compute copy."""
-        inputs, segment_ids, targets, mask = losses.targets_and_mask(batch)
+    def sums_of(params: Any, batch: Batch, training: bool) -> Sums:
+        """Those of the objective over a micro-batch; `params` is the compute copy."""
         whole = nnx.merge(graphdef, strategy.gather(params))
-        # Elsewhere segment ids only mark padding at the end of rows, which causal attention never looks at.
-        hidden = whole.hidden(inputs, segment_ids if segmented else None, **forward_options)
-        hidden_NxD = hidden.reshape(-1, hidden.shape[-1])
-        return cross_entropy(hidden_NxD, whole.unembedding(), targets.reshape(-1), mask.reshape(-1)), mask.sum()
+        batch = dict(batch)
+        return objective.sums(whole, batch, training, keys_B=batch.pop("keys", None), **forward_options)
 
-    def local_gradients(params: Any, batch: Batch, scale: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-        """Sums over the global batch, of `scale` times the gradients, of losses and of valid tokens."""
+    def local_gradients(params: Any, batch: Batch, scale: jax.Array) -> tuple[Any, Sums]:
+        """Sums over the global batch, of `scale` times the gradients and of what the objective sums."""
         compute_params = strategy.gather_for_step(params)
 
-        def accumulate(sums, micro_batch):
+        def accumulate(total, micro_batch):
             def scaled_loss(params):
-                loss, num_tokens = loss_sum(params, micro_batch)
-                return loss * scale, (loss, num_tokens)
+                sums = sums_of(params, micro_batch, training=True)
+                return sums["loss"] * scale, sums
 
-            gradients, (loss, num_tokens) = jax.grad(scaled_loss, has_aux=True)(compute_params)
+            gradients, sums = jax.grad(scaled_loss, has_aux=True)(compute_params)
             gradients = strategy.reduce_micro_batch(gradients)
             if device.platform == "tpu":
                 # Without it XLA (libtpu 0.0.42) tries to move reduce-scatters out of this loop, where they would need
                 # whole gradients, and fails on its own check.
                 gradients = jax.lax.optimization_barrier(gradients)
-            new = jax.tree.map(lambda g: g.astype(jnp.float32), gradients), loss, num_tokens
-            return jax.tree.map(jnp.add, sums, new), None
+            new = jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
+            return jax.tree.map(jnp.add, total, new), None
 
-        accumulated = jax.eval_shape(strategy.reduce_micro_batch, compute_params)
-        zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.float32), accumulated), jnp.zeros(()), jnp.zeros(())
+        def zeros(tree):
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+
         micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, micro_batch_size, *x.shape[1:]), batch)
-        (gradients, loss, num_tokens), _ = jax.lax.scan(accumulate, zeros, micro_batches)
-        return strategy.reduce(gradients), jax.lax.psum(loss, DATA_AXES), jax.lax.psum(num_tokens, DATA_AXES)
+        first = jax.tree.map(lambda x: x[0], micro_batches)
+        accumulated = jax.eval_shape(strategy.reduce_micro_batch, compute_params)
+        start = zeros((accumulated, jax.eval_shape(lambda: sums_of(compute_params, first, training=True))))
+        (gradients, sums), _ = jax.lax.scan(accumulate, start, micro_batches)
+        return strategy.reduce(gradients), jax.lax.psum(sums, DATA_AXES)
 
-    def local_losses(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        loss, num_tokens = loss_sum(strategy.gather_for_step(params), batch)
-        return jax.lax.psum(loss, DATA_AXES), jax.lax.psum(num_tokens, DATA_AXES)
+    def local_sums(params: Any, batch: Batch) -> Sums:
+        return jax.lax.psum(sums_of(strategy.gather_for_step(params), batch, training=False), DATA_AXES)
 
     rows, scalar = PartitionSpec(DATA_AXES), PartitionSpec()
     # Replication of the outputs is not checked: kernels and custom gradients do not carry its types.
     manual = functools.partial(jax.shard_map, mesh=mesh, axis_names=strategy.manual_axes, check_vma=False)
     specs = strategy.manual_specs
-    gradients_of = manual(local_gradients, in_specs=(specs, rows, scalar), out_specs=(specs, scalar, scalar))
-    losses_of = manual(local_losses, in_specs=(specs, rows), out_specs=(scalar, scalar))
+    gradients_of = manual(local_gradients, in_specs=(specs, rows, scalar), out_specs=(specs, scalar))
+    sums_over_batch = manual(local_sums, in_specs=(specs, rows), out_specs=scalar)
 
     # --- The step: outside, arrays are global and keep the layout of the parameters.
 
@@ -198,18 +182,21 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         return dataclasses.replace(state, params=params, opt_state=opt_state, averages=averages)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        # Sums of float16 gradients over the tokens of a micro-batch would overflow: scale their mean.
-        scale = state.loss_scale / num_micro_tokens if is_float16 else jnp.ones(())
+        # Sums of float16 gradients over the targets of a micro-batch would overflow: scale their mean.
+        num_micro_targets = micro_batch_size * objective.num_targets
+        scale = state.loss_scale / num_micro_targets if is_float16 else jnp.ones(())
+        if has_dropout:
+            batch = batch | {"keys": row_keys(config.seed, state.step, jnp.arange(config.batch_size))}
         if any(jax.tree.leaves(hosted.params)):
             compute_copy = offload.map_by_layer(strategy.cast, state.params, stacks)
         else:
             compute_copy = strategy.compute_copy(state.params)
         with jax.default_matmul_precision(matmul_precision):
-            gradients, loss, num_tokens = gradients_of(compute_copy, batch, scale)
-        num_tokens = jnp.maximum(num_tokens, 1)
-        loss /= num_tokens
+            gradients, sums = gradients_of(compute_copy, batch, scale)
+        num_targets, num_tokens = jnp.maximum(sums["targets"], 1), sums["tokens"]
+        loss = sums["loss"] / num_targets
         # Sums become means, and are clipped, in one multiplication, which fuses with what reads them.
-        factor = 1 / (num_tokens * scale)
+        factor = 1 / (num_targets * scale)
         grad_norm = optax.tree.norm(gradients) * factor
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         if config.optimizer.clip:
@@ -233,16 +220,19 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
             metrics |= dict(loss_scale=state.loss_scale, overflows=state.overflows)
         return state, metrics
 
-    def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def evaluate(params: Any, batch: Batch) -> Sums:
         with jax.default_matmul_precision(matmul_precision):
-            return losses_of(strategy.compute_copy(params), batch)
+            return sums_over_batch(strategy.compute_copy(params), batch)
 
     def logits(params: Any, tokens: jax.Array) -> jax.Array:
         whole = nnx.merge(graphdef, strategy.compute_copy(params))
         with jax.default_matmul_precision(matmul_precision):
-            return whole(tokens, attend=functools.partial(attention.attend, implementation="xla"))
+            return whole(tokens, attend=_attend(model, "xla"))
 
-    row = jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32, sharding=batch_sharding(mesh))
+    def of_all_rows(example: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (config.batch_size, *example.shape)
+        return jax.ShapeDtypeStruct(shape, example.dtype, sharding=batch_sharding(mesh))
+
     return TrainStep(
         mesh=mesh,
         strategy=strategy,
@@ -251,7 +241,7 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
         num_micro_batches=num_micro_batches,
         eval_batch_size=micro_batch_size * num_shards,
         state=state,
-        batch={"tokens": row, "segment_ids": row} if segmented else {"tokens": row},
+        batch=jax.tree.map(of_all_rows, objective.arrays),
         init=jax.jit(
             functools.partial(_initial_state, config, optimizer),
             donate_argnums=0,
@@ -270,9 +260,28 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
     )
 
 
+def _attend(model: nnx.Module, implementation: str, block: int = attention_blockwise.BLOCK) -> Callable:
+    causal = model.config.family == "decoder"
+    return functools.partial(attention.attend, implementation=implementation, block=block, causal=causal)
+
+
+def _select_attention(config: ConfigDict, model: nnx.Module, device: jax.Device) -> attention.Choice | None:
+    if config.model.family not in ATTENTION_FAMILIES:
+        return None
+    return attention.select(
+        config.kernels.attention,
+        platform=device.platform,
+        device_kind=device.device_kind,
+        head_dim=model.config.head_dim,
+        dtype=jnp.dtype(config.precision.compute),
+        segmented=config.data.isolate_documents or config.model.family == "encoder",
+        seq_len=model.config.max_positions if config.model.family == "vit" else config.seq_len,
+    )
+
+
 def abstract_state(config: ConfigDict, mesh: Mesh) -> TrainState:
     """The state of a checked config on a mesh, of jax.ShapeDtypeStruct with shardings; nothing is allocated."""
-    parameter_infos = infos(transformer.build(config))
+    parameter_infos = infos(registry.build(config))
     check_roles(config, parameter_infos)
     optimizer = make_optimizer(config, make_schedule(config), parameter_infos)
     strategy = make_strategy(config.parallel.strategy, parameter_infos, mesh, jnp.dtype(config.precision.compute))
@@ -307,7 +316,7 @@ def _part(config: ConfigDict, schedule: optax.Schedule, infos: dict, name: str, 
 
 def _initial_state(config: ConfigDict, optimizer: optax.GradientTransformation, params: Any = None) -> TrainState:
     if params is None:
-        model = transformer.Transformer(config.model, config.seq_len, jax.random.key(config.seed))
+        model = registry.make(config)
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     zero, is_float16 = jnp.zeros((), jnp.int32), config.precision.compute == "float16"
     return TrainState(

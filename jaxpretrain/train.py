@@ -22,7 +22,10 @@ from jaxpretrain.interop import huggingface_config
 from jaxpretrain.interop.weights import check_same_model, load_weights
 from jaxpretrain.metrics import MetricsLog, has_evaluation
 from jaxpretrain.micro_batch import make_fitting_step
+from jaxpretrain.models import registry
+from jaxpretrain.models.parameter import infos
 from jaxpretrain.parallel.mesh import make_mesh, num_data_shards, rows_per_shard
+from jaxpretrain.schema import IMAGE_FAMILIES
 from jaxpretrain.signals import StopSignal
 from jaxpretrain.step import TrainState, TrainStep, weights
 
@@ -182,12 +185,12 @@ def evaluate_and_log(
         result = evaluate(train_step, weights(state, horizon), validation, config.eval.max_tokens, stop)
         if result is None:
             return
-        results.append((horizon, *result))
-    for horizon, loss, num_tokens in results:
+        results.append((horizon, result))
+    for horizon, result in results:
         if horizon is None:
-            log.record_eval(step, "valid", loss, eval_tokens=num_tokens)
+            log.record_eval(step, "valid", **result.as_dict())
         else:
-            log.record_eval(step, "valid_ewa", loss, horizon=horizon, eval_tokens=num_tokens)
+            log.record_eval(step, "valid_ewa", horizon=horizon, **result.as_dict())
 
 
 def describe(config: ConfigDict, train_step: TrainStep, dataset: Dataset, origin: str) -> str:
@@ -198,21 +201,27 @@ def describe(config: ConfigDict, train_step: TrainStep, dataset: Dataset, origin
     choices = {"tensor": num_tensor, "remat": parallel.remat, "offload": parallel.offload}
     layout = [parallel.strategy, *(f"{key} {value}" for key, value in choices.items() if value not in (1, "none"))]
     shards = f"{num_data_shards(mesh)} " + ("devices" if num_tensor == 1 else f"groups of {num_tensor} devices")
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    is_image = config.model.family in IMAGE_FAMILIES
+    rows, unit = ("images", "images") if is_image else ("sequences", "tokens")
     lines = [
         f"{origin}; {sum(param.size for param in jax.tree.leaves(params)):,} parameters, {compute}, "
-        f"{mesh.size} x {device_kind}, {', '.join(layout)}",
-        f"batch: {config.batch_size} x {config.seq_len} tokens = {shards} x {train_step.num_micro_batches} "
-        f"accumulation steps x {config.micro_batch_size} sequences",
-        f"data: {dataset.num_tokens:,} tokens, {config.steps * config.batch_size / dataset.num_rows:.2f} epochs",
-        train_step.attention.why,
+        f"{mesh.size} x {device_kind}, {', '.join(layout)}" + (f" (mesh: {axes})" if mesh.size > 1 else ""),
+        f"batch: {config.batch_size} {'images' if is_image else f'x {config.seq_len} tokens'} = {shards} x "
+        f"{train_step.num_micro_batches} accumulation steps x {config.micro_batch_size} {rows}",
+        f"data: {dataset.num_tokens:,} {unit}, {config.steps * config.batch_size / dataset.num_rows:.2f} epochs",
     ]
+    if train_step.attention:
+        lines.append(train_step.attention.why)
     if config.average.horizons:
         tokens_per_step = config.batch_size * config.seq_len
-        spans = [f"{horizon:,} tokens ({horizon / tokens_per_step:,.0f} steps)" for horizon in config.average.horizons]
+        spans = [f"{horizon:,} {unit} ({horizon / tokens_per_step:,.0f} steps)" for horizon in config.average.horizons]
         lines.append(f"averages of the weights, over {', '.join(spans)}")
-    if whole := train_step.strategy.unsharded(params):
-        sizes = ", ".join(f"{path} ({size:,} bytes)" for path, size in whole.items())
-        lines.append(f"held whole by every device, as no dim divides by {mesh.shape['fsdp']}: {sizes}")
+    if whole := train_step.strategy.unsharded(infos(registry.build(config)), params):
+        sizes = ", ".join(f"{path} ({size:,} bytes on each)" for path, size in whole.items())
+        lines.append(f"held by more devices than need be, as their dims do not divide: {sizes}")
+    if config.seq_len > 1 and config.seq_len % num_tensor:
+        lines.append(f"seq_len={config.seq_len} does not divide by parallel.tensor={num_tensor}: no sequence is split")
     accelerator = hardware.find(device_kind)
     if accelerator and accelerator.peak_flops(compute, config.precision.matmul) is None:
         lines.append(

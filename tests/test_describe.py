@@ -30,7 +30,8 @@ def test_a_model_of_seven_billion_parameters(tmp_path):
     assert found["num_params"] == 6_738_415_616
     assert found["mesh"] == {"replica": 1, "fsdp": 16, "tensor": 1}
     bytes_per_device = found["bytes_per_device"]
-    for kind, size in dict(params=4 / 16, optimizer=8 / 16, averages=0, gradients=4 / 16, compute_copy=2).items():
+    expected = dict(params=4 / 16, optimizer=8 / 16, averages=0, gradients=4 / 16, micro_batch_gradients=2)
+    for kind, size in (expected | dict(compute_copy=2, undonated=0)).items():
         assert bytes_per_device[kind] == pytest.approx(size * found["num_params"], rel=0.001)
     assert found["host_bytes_per_device"] == pytest.approx(bytes_per_device["optimizer"], rel=0.001)
     (query,) = [p for p in found["parameters"] if p["path"] == "layers.attention.query.kernel"]
@@ -47,7 +48,8 @@ def test_parameters_on_the_host_and_what_does_not_divide():
         "--config.parallel.offload=optimizer+params",
     )
     assert "pinned_host" in text
-    assert "held whole by every device, as no dim divides: " in text
+    assert "held by more devices than need be, as their dims do not divide: " in text
+    assert "not to be trained so: batch_size=8 does not divide over 7 devices; try 14" in text
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_parameters_on_the_host_and_what_does_not_divide():
         (["--config=configs/tiny.py", "--count=0"], "error: --count=0: must be at least 1"),
         (
             ["--config=configs/tiny.py", "--count=6", "--config.parallel.tensor=4"],
-            "error: parallel.tensor=4 does not divide 6 devices; set a divisor of them",
+            "error: parallel.tensor=4 does not divide 6 devices; set one of 1, 2, 3, 6",
         ),
         (
             ["--config=configs/tiny.py", "--mode=train", "--count=2"],
@@ -65,6 +67,22 @@ def test_parameters_on_the_host_and_what_does_not_divide():
         (
             ["--config=configs/tiny.py", "--config.parallel.remat=half"],
             "error: parallel.remat='half': must be none, full, full:LAYERS, dots, names:A+B, offload or offload:A+B",
+        ),
+        (
+            ["--config=configs/tiny.py", "--config.parallel.remat=full:5"],
+            "error: parallel.remat=full:5: layers of the model has 4; set full",
+        ),
+        (
+            ["--config=configs/tiny.py", "--json=/nowhere/x.json"],
+            "error: --json=/nowhere/x.json cannot be written: No such file or directory; choose another",
+        ),
+        (
+            ["--config=configs/tiny.py", "--config.parallel.strategy=zero3"],
+            "error: parallel.strategy='zero3': did you mean 'fsdp'? It is one of ddp, zero1, zero2, fsdp, hsdp",
+        ),
+        (
+            ["--config=configs/tiny.py", "--config.parallel.offload=averages"],
+            "error: parallel.offload='averages': there are no averages; set average.horizons, or remove averages",
         ),
         (
             ["--config=configs/tiny.py", "--config.parallel.replicas=2"],

@@ -60,9 +60,9 @@ def test_train_line(tmp_path):
     assert line["tokens_per_second"] == 8 * 256 / 0.5
     assert line["data_wait"] == 0.25
     assert np.float32(line["loss"]) == np.float32(0.1)  # to the bit
-    model = make_config().model
-    assert line["mfu"] == pytest.approx(4096 * flops.train_flops_per_token(model, 256) / (2 * 312e12))
-    assert line["mfu_palm"] == pytest.approx(4096 * flops.palm_flops_per_token(model, 256) / (2 * 312e12))
+    config = make_config()
+    assert line["mfu"] == pytest.approx(4096 * flops.train_flops_per_token(config) / (2 * 312e12))
+    assert line["mfu_palm"] == pytest.approx(4096 * flops.palm_flops_per_token(config) / (2 * 312e12))
 
 
 def test_other_metrics_and_numbers_that_are_not_finite(tmp_path):
@@ -132,7 +132,7 @@ def test_eval_line(tmp_path):
 
 def record_at_mfu(log, step_and_mfu, config):
     """Records a first step and then steps whose times imply the given MFUs on the log's two A100s."""
-    per_step = config.batch_size * config.seq_len * flops.train_flops_per_token(config.model, config.seq_len)
+    per_step = config.batch_size * config.seq_len * flops.train_flops_per_token(config)
     now = 0.0
     log.record(1, host_metrics(), now=now)
     for step, mfu in step_and_mfu:

@@ -7,8 +7,9 @@ import jax
 import pytest
 
 from jaxpretrain import config as schema
-from jaxpretrain.models import transformer
+from jaxpretrain.models import registry
 from jaxpretrain.optim.schedules import make_schedule
+from jaxpretrain.schema import ATTENTION_FAMILIES, IMAGE_FAMILIES
 
 RECIPES = sorted(path.stem for path in pathlib.Path("configs").glob("[!_]*.py"))
 
@@ -31,6 +32,24 @@ PUBLISHED = {
     "llama2_7b": 6_738_415_616,
     "llama2_13b": 13_015_864_320,
     "llama3_8b": 8_030_261_248,
+    # As `transformers` counts what these configurations make: tests/models has the sources of each.
+    "roberta_base": 124_697_433,
+    "roberta_large": 355_412_057,
+    "mamba130m": 129_135_360,
+    "mamba370m": 371_516_416,
+    "mamba790m": 793_204_224,
+    "mamba1p4b": 1_372_178_432,
+    "mamba2p8b": 2_768_345_600,
+    "vit_small:1k": 22_050_664,
+    "vit_base:1k": 86_567_656,
+    "vit_large:1k": 304_326_632,
+    "vit_large": 325_688_657,
+    "convnext_tiny:1k": 28_589_128,
+    "convnext_small:1k": 50_223_688,
+    "convnext_base:1k": 88_591_464,
+    "convnext_large:1k": 197_767_336,
+    "convnext_large": 229_799_953,
+    "convnext_xlarge": 392_900_177,
 }
 
 
@@ -59,7 +78,7 @@ def load(recipe: str):
 
 
 def num_parameters(recipe: str) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(transformer.build(load(recipe))))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(registry.build(load(recipe))))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -90,11 +109,20 @@ def documentation_row(recipe: str) -> str:
     rate = f"{c.learning_rate:g}"
     if s.name != "constant":
         rate += f" → {c.learning_rate * max(s.final_fraction, s.floor_fraction):.3g}"
+    shape, rows = f"{m.num_layers} × {m.embed_dim}", f"{config.batch_size} × {config.seq_len}"
+    if m.family in ATTENTION_FAMILIES:
+        shape += f", {m.num_heads}"
+    if m.family == "convnext":
+        shape = " ".join(
+            f"{depth} × {width}" for depth, width in zip(m.convnext.depths, m.convnext.widths, strict=True)
+        )
+    if m.family in IMAGE_FAMILIES:
+        rows = f"{config.batch_size} of {m.image.size}²"
     cells = [
         f"`{recipe}`",
         f"{num_parameters(recipe):,}",
-        f"{m.num_layers} × {m.embed_dim}, {m.num_heads}",
-        f"{config.batch_size} × {config.seq_len}",
+        shape,
+        rows,
         f"{config.steps:,}",
         f"{rate} {s.name}",
         f"{s.warmup_steps:,}",
@@ -128,6 +156,11 @@ HYPERPARAMETERS = {
     "cbs151m": (256, 512, 23_438, 3.16e-3, 3.16e-3, 5859, 0.95, 0.995, 0.0, "bfloat16", 3.072065536),
     "cbs151m:batch_size=16384": (16384, 512, 367, 3.16e-3, 3.16e-3, 91, 0.95, 0.95, 0.0, "bfloat16", 3.078619136),
     "cbs1_2b": (256, 512, 187_500, 3.16e-3, 3.16e-3, 46_875, 0.95, 0.995, 0.0, "bfloat16", 24.576),
+    "roberta_large": (8192, 512, 500_000, 4e-4, 0, 30_000, 0.9, 0.98, 0.01, "float16", 2097.152),
+    "mamba2p8b": (128, 4096, 572_204, 8e-4, 1e-5, 57_220, 0.9, 0.95, 0.1, "bfloat16", 299.999690752),
+    "vit_large": (4096, 1, 311_948, 1e-3, 0, 10_000, 0.9, 0.999, 0.03, "float32", 1.277739008),
+    "convnext_xlarge": (4096, 1, 311_940, 4e-3, 1e-6, 17_330, 0.9, 0.999, 0.05, "float32", 1.27770624),
+    "convnext_large:1k": (4096, 1, 93_600, 4e-3, 1e-6, 6_240, 0.9, 0.999, 0.05, "float32", 0.3833856),
     "cbs42m": (256, 512, 100_000, 1e-3, 1e-5, 5000, 0.9, 0.95, 1e-4, "bfloat16", 13.1072),
 }
 
@@ -140,7 +173,9 @@ def test_hyperparameters_are_the_published_ones(recipe):
     assert (config.batch_size, config.seq_len, config.steps) == (batch, length, steps)
     assert batch * length * steps / 1e9 == pytest.approx(tokens, rel=1e-12)
     c = config.optimizer
-    assert (c.learning_rate, c.b1, c.b2, c.eps, c.weight_decay, c.clip) == (peak, b1, b2, 1e-8, decay, 1.0)
+    eps = 1e-6 if recipe.startswith("roberta") else 1e-8
+    clip = 0.0 if recipe.startswith(("roberta", "convnext")) else 1.0
+    assert (c.learning_rate, c.b1, c.b2, c.eps, c.weight_decay, c.clip) == (peak, b1, b2, eps, decay, clip)
     assert config.schedule.warmup_steps == warmup and config.precision.compute == precision
     schedule = make_schedule(config)
     assert float(schedule(warmup)) == pytest.approx(peak)

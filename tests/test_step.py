@@ -15,7 +15,7 @@ from flax import nnx
 from jaxpretrain import config as config_lib
 from jaxpretrain import losses
 from jaxpretrain import step as step_lib
-from jaxpretrain.models import transformer
+from jaxpretrain.models import registry
 from jaxpretrain.models.parameter import infos
 from jaxpretrain.ops import attention
 from jaxpretrain.parallel.mesh import make_mesh
@@ -138,11 +138,11 @@ def test_evaluation_and_logits_on_shards():
     """`evaluate` sums what the step's loss averages, and `logits` needs no rows to spare for 8 devices."""
     one, sharded = train_step_of("llama", *_ONE), train_step_of("llama", "fsdp", 8, 1)
     params = sharded.init().params
-    loss, num_tokens = sharded.evaluate(params, make_batch(sharded, 0))
+    sums = sharded.evaluate(params, make_batch(sharded, 0))
     _, metrics = sharded.step(sharded.init(), make_batch(sharded, 0))
     assert sharded.eval_batch_size == one.eval_batch_size == BATCH_SIZE
-    assert float(num_tokens) == float(metrics["num_tokens"])
-    assert float(loss / num_tokens) == pytest.approx(float(metrics["loss"]), rel=1e-6)
+    assert float(sums["tokens"]) == float(metrics["num_tokens"])
+    assert float(sums["loss"] / sums["targets"]) == pytest.approx(float(metrics["loss"]), rel=1e-6)
     tokens = jnp.arange(3 * 7).reshape(3, 7)
     logits = sharded.logits(params, tokens)
     assert logits.shape == (3, 7, VOCAB_SIZE) and logits.dtype == jnp.float32
@@ -172,7 +172,7 @@ def _is_adam(x):
 def reference_update(model):
     """The same from the model, as one batch and one formula: mean over all valid tokens."""
     config = make_config(model, "ddp", BATCH_SIZE)
-    module = transformer.Transformer(config.model, SEQ_LEN, jax.random.key(config.seed))
+    module = registry.make(config)
     graphdef, params = nnx.split(module)
     batch = host(make_batch(train_step_of(model, *_ONE, **_GRADIENT), 0))
     inputs, segment_ids, targets, mask = losses.targets_and_mask(batch)
@@ -237,7 +237,7 @@ def test_bytes_per_device_match_arithmetic(model, layout):
     train_step = train_step_of(model, *layout)
     state = train_step.init()
     num_elements = 0
-    for info in jax.tree.leaves(infos(transformer.build(make_config(model, layout[0], 1)))):
+    for info in jax.tree.leaves(infos(registry.build(make_config(model, layout[0], 1)))):
         dims = [size for size, axis in zip(info.shape, info.axes, strict=True) if axis != "layers"]
         divides = layout[0] == "fsdp" and any(size % 8 == 0 for size in dims)
         num_elements += math.prod(info.shape) // (8 if divides else 1)

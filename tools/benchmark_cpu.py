@@ -66,11 +66,11 @@ def measure_torch(model: str, num_steps: int, compiled: bool) -> list[float]:
 
     from jaxpretrain.data.dataset import make_dataset
     from jaxpretrain.interop import huggingface_config
-    from jaxpretrain.models import transformer
+    from jaxpretrain.models import registry
 
     torch.set_num_threads(NUM_THREADS)
     config = jax_config(model)
-    hf = huggingface_config.to_json(transformer.build(config).config, config.seq_len, "float32", None)
+    hf = huggingface_config.to_json(registry.build(config).config, config.seq_len, "float32", None)
     network = GPTNeoXForCausalLM(GPTNeoXConfig(**{k: v for k, v in hf.items() if k != "architectures"}))
     o = config.optimizer
     optimizer = torch.optim.AdamW(
@@ -136,11 +136,11 @@ def measure_optimizer(kind: str, model: str, num_steps: int) -> list[float]:
     import jax
     import optax
 
-    from jaxpretrain.models import parameter, transformer
+    from jaxpretrain.models import parameter, registry
     from jaxpretrain.optim.adam_mini import adam_mini
     from jaxpretrain.optim.blocks import adam_mini_blocks
 
-    infos = parameter.infos(transformer.build(jax_config(model)))
+    infos = parameter.infos(registry.build(jax_config(model)))
     keys = jax.random.split(jax.random.key(0), len(jax.tree.leaves(infos)))
     keys = jax.tree.unflatten(jax.tree.structure(infos), list(keys))
     params = jax.tree.map(lambda info, key: jax.random.normal(key, info.shape), infos, keys)

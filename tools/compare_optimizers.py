@@ -106,7 +106,7 @@ def run_trial(file: pathlib.Path, overrides: dict, num_evals: int) -> None:
         state, metrics = train_step.step(state, training.batch(step - 1))
         if step % math.ceil(config.steps / num_evals) == 0 or step == config.steps:
             losses = [
-                evaluate(train_step, weights(state, horizon), validation, EVAL_TOKENS)[0]
+                evaluate(train_step, weights(state, horizon), validation, EVAL_TOKENS).loss
                 for horizon in (None, *config.average.horizons)
             ]
             curve.append([step, losses[0], dict(zip(config.average.horizons, losses[1:], strict=True))])

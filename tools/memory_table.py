@@ -12,13 +12,14 @@ Llama-2-7B; two of them per optimizer step, so that gradients are accumulated.
 
 import argparse
 import json
-import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
 
+ROOT = pathlib.Path(__file__).parents[1]
 MODELS = {"pythia1b": 4, "llama2_7b": 1}  # and the micro-batch
 _FULL = {"parallel.remat": "full"}
 _STATE = {"parallel.offload": "optimizer+params"}
@@ -55,7 +56,16 @@ CELLS = [
     *_cells("llama2_7b", "a100-40gb", 8, ("zero1", _FULL), ("zero2", _FULL), ("fsdp", {}), ("fsdp", _FULL)),
     *_cells("llama2_7b", "h100", 8, ("zero2", _FULL), ("fsdp", {}), ("fsdp", _FULL)),
     *_cells("llama2_7b", "rtx-3090", 8, ("fsdp", _FULL), ("fsdp", _FULL | _STATE)),
-    *_cells("pythia1b", "v3-8", 8, ("zero2", _FULL), ("fsdp", {}), ("fsdp", _FULL), ("fsdp", _FULL | _STATE)),
+    *_cells(
+        "pythia1b",
+        "v3-8",
+        8,
+        ("zero2", _FULL),
+        ("fsdp", {}),
+        ("fsdp", _FULL),
+        ("fsdp", _FULL | {"parallel.offload": "optimizer"}),
+        ("fsdp", _FULL | _STATE),
+    ),
     *_cells(
         "pythia1b",
         "v4-8",
@@ -64,13 +74,19 @@ CELLS = [
         ("zero1", {}),
         ("zero2", {}),
         ("fsdp", {}),
+        ("hsdp", {}),
+        ("fsdp", {"parallel.tensor": "2"}),
+        ("ddp", _FULL),
         ("fsdp", _FULL),
+        ("fsdp", {"parallel.remat": "full:8"}),
+        ("fsdp", {"parallel.remat": "dots"}),
         ("fsdp", {"parallel.remat": "offload"}),
         ("fsdp", _FULL | {"parallel.offload": "optimizer"}),
         ("fsdp", _FULL | _STATE),
+        ("fsdp", _FULL | {"optimizer.name": "adam_mini"}),
     ),
     *_cells("llama2_7b", "v4-8", 4, ("fsdp", _FULL), ("fsdp", _FULL | _STATE)),
-    *_cells("pythia1b", "v5e-8", 8, ("fsdp", {}), ("fsdp", _FULL)),
+    *_cells("pythia1b", "v5e-8", 8, ("zero2", _FULL), ("fsdp", {}), ("fsdp", _FULL), ("fsdp", _FULL | _STATE)),
     *_cells("llama2_7b", "v5e-8", 8, ("fsdp", _FULL), ("fsdp", _FULL | _STATE)),
     *_cells("llama2_7b", "v5e-16", 16, ("fsdp", _FULL)),
 ]
@@ -94,7 +110,7 @@ def compile_cell(cell: dict) -> dict:
 
     micro_batch_size = MODELS[cell["model"]]
     overrides = [("data.source", "synthetic"), ("micro_batch_size", str(micro_batch_size)), *cell["overrides"].items()]
-    config = config_lib.load(f"configs/{cell['model']}.py", overrides)
+    config = config_lib.load(f"{ROOT}/configs/{cell['model']}.py", overrides)
     devices = aot.topology(cell["target"], cell["count"])
     mesh = make_mesh(config.parallel.strategy, devices, tensor=config.parallel.tensor)
     config.batch_size = 2 * micro_batch_size * num_data_shards(mesh)
@@ -124,8 +140,8 @@ def report(results: list[dict]) -> str:
         limit = rows[0]["limit"] / 2**30
         lines += [
             f"\n### {key[0]} on {key[1]}, {key[2]} devices of {limit:.0f} GiB; attention: {rows[0]['attention']}\n",
-            "| strategy | remat | offload | other | device, GiB | state by arithmetic | host, GiB | compile, s |",
-            "|---|---|---|---|---|---|---|---|",
+            "| strategy | remat | offload | other | device, GiB | state, by arithmetic | rest | host, GiB | compile, s |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         for row in rows:
             settings = dict(row["overrides"])
@@ -133,20 +149,28 @@ def report(results: list[dict]) -> str:
                 settings.pop(f"parallel.{name}", "none") for name in ("strategy", "remat", "offload")
             )
             other = ", ".join(f"{name.split('.')[-1]}={value}" for name, value in settings.items())
-            device = f"{row['device'] / 2**30:.2f}" if "device" in row else "refused by the compiler"
-            if row.get("device", 0) > row["limit"]:
-                device += ", does not fit"
+            if "device" in row:
+                device = f"{row['device'] / 2**30:.2f}" + (", does not fit" if row["device"] > row["limit"] else "")
+                beside = f"{(row['device'] - row['state']) / 2**30:.2f}"
+            else:
+                device, beside = f"refused: out of {_space(row['error'])}", ""
             lines.append(
-                f"| {strategy} | {remat} | {offload} | {other} | {device} | {row['state'] / 2**30:.2f} | "
-                f"{row.get('host', math.nan) / 2**30:.2f} | {row['seconds']:.0f} |"
+                f"| {strategy} | {remat} | {offload} | {other} | {device} | {row['state'] / 2**30:.2f} | {beside} | "
+                f"{row.get('host', row['state_host']) / 2**30:.2f} | {row['seconds']:.0f} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def _space(error: str) -> str:
+    """The memory that a TPU's compiler says is too small: hbm, or one of the small ones of its cores."""
+    found = re.search(r"memory space (\w+)|(HBM)", error)
+    return (found[1] or found[2]).upper()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", required=True, type=pathlib.Path)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no compile after that")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no compile after that")
     parser.add_argument("--only", default="", help="cells whose name contains this text")
     parser.add_argument("--cell", help=argparse.SUPPRESS)  # compile this one, here
     args = parser.parse_args()

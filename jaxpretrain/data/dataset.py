@@ -5,17 +5,30 @@ epochs; epoch j // num_rows goes through the source's rows by a permutation of i
 """
 
 import os
+from collections.abc import Iterator
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpretrain.config import data_sources
+from jaxpretrain.config import data_sources, num_masked_tokens
 from jaxpretrain.data import huggingface, megatron, storage, text, tokens
+from jaxpretrain.data.masking import Masking
 from jaxpretrain.data.mixture import Mixture
 from jaxpretrain.data.permutation import fold, permute, scatter
-from jaxpretrain.data.windows import DocumentWindows, Pieces, PieceWindows, split_documents, split_tail
+from jaxpretrain.data.read_ahead import read_ahead
+from jaxpretrain.data.tokenizer import MaskingTokens, load_tokenizer
+from jaxpretrain.data.windows import (
+    DocumentWindows,
+    Pieces,
+    PieceWindows,
+    SentenceWindows,
+    split_documents,
+    split_tail,
+)
+from jaxpretrain.schema import IMAGE_FAMILIES
 
 _REMOTE_READ_AHEAD = 8  # batches read at once where each costs a round trip
+_TRAIN_MASKS, _EVAL_MASKS = 0x3A5C, 0xE7A1  # names of keys, beside those of permutations
 
 
 class SyntheticWindows:
@@ -23,17 +36,17 @@ class SyntheticWindows:
 
     remote = False
 
-    def __init__(self, num_rows: int, seq_len: int, vocab_size: int, key: int):
-        self.num_rows, self.num_tokens = num_rows, num_rows * seq_len
-        self.seq_len, self.vocab_size, self._key = seq_len, vocab_size, key
+    def __init__(self, num_rows: int, row_len: int, num_targets: int, vocab_size: int, key: int):
+        self.num_rows, self.num_tokens = num_rows, num_rows * num_targets
+        self.row_len, self.vocab_size, self._key = row_len, vocab_size, key
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        return np.full(rows.shape, self.seq_len + 1)
+        return np.full(rows.shape, self.row_len)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         # A start for each row, scattered over 64 bits so that no two rows are shifts of each other.
         starts = scatter(rows.astype(np.uint64) ^ np.uint64(self._key))
-        x = scatter(starts[:, None] + np.arange(self.seq_len + 1, dtype=np.uint64))
+        x = scatter(starts[:, None] + np.arange(self.row_len, dtype=np.uint64))
         x >>= np.uint64(32)
         x *= np.uint64(self.vocab_size)
         x >>= np.uint64(32)
@@ -47,11 +60,12 @@ class Dataset:
     int32 [B, T + 1], 0 on padding. `rows` takes a contiguous part of the global batch, for one host.
     """
 
-    def __init__(self, windows: list, mixture: Mixture, config: ConfigDict):
+    def __init__(self, windows: list, mixture: Mixture, config: ConfigDict, pads: bool = False):
+        """`pads`: training rows, too, may be shorter than others."""
         self.seq_len, self.batch_size = config.seq_len, config.batch_size
-        self._windows, self._mixture = windows, mixture
+        self._windows, self._mixture, self._row_len = windows, mixture, windows[0].row_len
         self._seed, self._shuffled = config.seed, config.data.order == "shuffled"
-        self._isolate = config.data.isolate_documents
+        self._isolate, self._pads = config.data.isolate_documents, pads
         self.num_rows = sum(w.num_rows for w in windows)
         self.num_tokens = sum(w.num_tokens for w in windows)  # targets of one pass over every source
         self.read_ahead = _REMOTE_READ_AHEAD if any(w.remote for w in windows) else 1
@@ -76,6 +90,16 @@ class Dataset:
             local[mine] = row
         return self._read(source, local, evaluation=False)
 
+    def batches(self, start_step: int, stop_step: int, rows: slice = slice(None)) -> Iterator[dict[str, np.ndarray]]:
+        """`batch` of each step in turn; from remote files several are read at once. Close it, or exhaust it."""
+        return read_ahead(lambda step: self.batch(step, rows), start_step, stop_step, self.read_ahead)
+
+    def eval_batches(
+        self, num_batches: int, batch_size: int, rows: slice = slice(None)
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """The first `num_batches` of `eval_batch` in turn, likewise."""
+        return read_ahead(lambda i: self.eval_batch(i, batch_size, rows), 0, num_batches, self.read_ahead)
+
     def num_batches(self, batch_size: int) -> int:
         """Batches of `batch_size` rows that cover the split once."""
         return -(-self.num_rows // batch_size)
@@ -98,11 +122,11 @@ class Dataset:
         return out
 
     def _read(self, source: np.ndarray, local: np.ndarray, evaluation: bool) -> dict[str, np.ndarray]:
-        batch = {"tokens": np.zeros((len(local), self.seq_len + 1), np.int32)}
+        batch = {"tokens": np.zeros((len(local), self._row_len), np.int32)}
         if self._isolate:
             batch["segment_ids"] = np.zeros_like(batch["tokens"])
-        elif evaluation:
-            real = np.arange(self.seq_len + 1) < self._lengths(source, local)[:, None]
+        elif evaluation or self._pads:
+            real = np.arange(self._row_len) < self._lengths(source, local)[:, None]
             batch["segment_ids"] = real.astype(np.int32)
         for k, windows in enumerate(self._windows):
             mine = source == k
@@ -115,12 +139,39 @@ class Dataset:
         return batch
 
 
+class MaskedDataset(Dataset):
+    """Batches for a masked language model, some of whose tokens are to be predicted (Devlin et al. 2019, section A.1).
+
+    A batch has `tokens` and `segment_ids` (1, or 0 on padding), int32 [B, T], and `positions` and `targets`,
+    int32 [B, M]: which tokens are predicted, and what they were, -1 where a row has fewer than M. Which they are, and
+    what is read in their place, follows from the seed and the row's number in the run; in evaluation from the row's
+    number in the split.
+    """
+
+    def __init__(self, windows: list, mixture: Mixture, config: ConfigDict, tokens: MaskingTokens):
+        super().__init__(windows, mixture, config, pads=True)
+        fraction, most = config.objective.mask_fraction, num_masked_tokens(config)
+        self._mask = Masking(tokens, config.model.vocab_size, fraction, most)
+
+    def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+        index = step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)[rows]
+        return self._mask(super().batch(step, rows), index, fold(self._seed, _TRAIN_MASKS))
+
+    def eval_batch(self, i: int, batch_size: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+        index = i * batch_size + np.arange(batch_size, dtype=np.int64)[rows]
+        return self._mask(super().eval_batch(i, batch_size, rows), index, fold(_EVAL_MASKS))
+
+
 def make_dataset(config: ConfigDict, split: str) -> Dataset:
     """The dataset of a checked config; `split` is "train" or "valid".
 
     Raises ValueError for data that is missing (saying what to fetch), broken, or smaller than one row.
     """
     assert split in ("train", "valid"), split
+    if config.model.family in IMAGE_FAMILIES:
+        from jaxpretrain.data.images import make_image_dataset  # needs Pillow
+
+        return make_image_dataset(config, split)
     data = config.data
     if split == "valid" and not data.validation_path and not data.validation_fraction:
         raise ValueError(
@@ -133,20 +184,33 @@ def make_dataset(config: ConfigDict, split: str) -> Dataset:
             "its sources holds out data.validation_fraction; remove it"
         )
     sources = dict(sorted(data_sources(config).items()))  # by name: config.json does not keep the recipe's order
-    windows = [_open(config, name, spec, split, k) for k, (name, spec) in enumerate(sources.items())]
+    masking = _masking_tokens(config) if config.model.family == "encoder" else None
+    windows = [_open(config, name, spec, split, k, masking) for k, (name, spec) in enumerate(sources.items())]
     mixture = Mixture(list(sources), [spec["weight"] for spec in sources.values()])
-    return Dataset(windows, mixture, config)
+    return MaskedDataset(windows, mixture, config, masking) if masking else Dataset(windows, mixture, config)
 
 
-def _open(config: ConfigDict, name: str, spec: dict, split: str, k: int):
-    """The rows of one source's split."""
+def _masking_tokens(config: ConfigDict) -> MaskingTokens:
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokens, vocab_size = tokenizer.masking_tokens, config.model.vocab_size
+    if max(tokens.special) >= vocab_size:
+        raise ValueError(
+            f"model.vocab_size={vocab_size} has no room for the special tokens of data.tokenizer={tokenizer.name!r}; "
+            f"set it to {max(tokens.special) + 1} or more"
+        )
+    return tokens
+
+
+def _open(config: ConfigDict, name: str, spec: dict, split: str, k: int, masking: MaskingTokens | None):
+    """The rows of one source's split; of whole sentences for a masked language model."""
     data, seq_len, vocab_size = config.data, config.seq_len, config.model.vocab_size
     key = "data" if data.source != "mixture" else f"data.mixture.{name}"
     kind, row_len = spec["source"], spec["row_len"]
     if kind == "synthetic":
         _refuse_isolation(data, key, "synthetic tokens")
         num_rows = 1 << 40 if split == "train" else config.batch_size
-        return SyntheticWindows(num_rows, seq_len, vocab_size, fold(config.seed, k, split == "train"))
+        row_len = seq_len if masking else seq_len + 1
+        return SyntheticWindows(num_rows, row_len, seq_len, vocab_size, fold(config.seed, k, split == "train"))
     if row_len and row_len != seq_len + 1:
         raise ValueError(f"{key}.row_len={row_len} holds rows for seq_len={row_len - 1}, not seq_len={seq_len}")
     path, path_key = spec["path"], f"{key}.path"
@@ -157,13 +221,19 @@ def _open(config: ConfigDict, name: str, spec: dict, split: str, k: int):
     # No shell expands the ~ of --config.data.path=~/x.
     path = ",".join(os.path.expanduser(part.strip()) for part in path.split(","))
     try:
-        pieces = _pieces(config, spec, path)
+        pieces, prefix = _pieces(config, spec, path)
     except storage.MissingFile as error:
         raise ValueError(f"{path_key}={path}: {error}; {_how_to_get(spec, path)}") from error
 
     if pieces.lengths.sum() == 0:
         raise ValueError(f"{path_key}={path or kind}: no tokens in it; is it the right file?")
     has_documents = kind not in ("tokens", "olmo") and not row_len
+    if masking and not has_documents:
+        what = "preshuffled rows" if row_len else f"{kind} files"
+        raise ValueError(
+            f"{key}: {what} do not say where sentences end, which model.family='encoder' packs its rows by; use text, "
+            "or Megatron files"
+        )
     if not has_documents:
         _refuse_isolation(data, key, "preshuffled rows" if row_len else f"{kind} files")
     stride = seq_len + 1 if row_len else seq_len
@@ -174,7 +244,11 @@ def _open(config: ConfigDict, name: str, spec: dict, split: str, k: int):
             halves = split_tail(pieces, data.validation_fraction, seq_len, stride)
         pieces = halves[split == "valid"]
     pad = split == "valid"
-    if has_documents:
+    if masking:
+        ends = megatron.sentence_ends(prefix)
+        first, padding = masking.first, masking.padding
+        windows = SentenceWindows(pieces, ends, seq_len, vocab_size, first_token=first, padding_token=padding)
+    elif has_documents:
         windows = DocumentWindows(pieces, seq_len, vocab_size, isolate=data.isolate_documents, pad=pad)
     else:
         windows = PieceWindows(pieces, seq_len, vocab_size, stride=stride, pad=pad)
@@ -186,15 +260,16 @@ def _open(config: ConfigDict, name: str, spec: dict, split: str, k: int):
     return windows
 
 
-def _pieces(config: ConfigDict, spec: dict, path: str) -> Pieces:
-    data, vocab_size = config.data, config.model.vocab_size
+def _pieces(config: ConfigDict, spec: dict, path: str) -> tuple[Pieces, str]:
+    """What a source holds, and, if that is documents, the Megatron files that it is in."""
+    data, vocab_size, by_line = config.data, config.model.vocab_size, config.model.family == "encoder"
     match spec["source"]:
         case "megatron" if spec["row_len"]:
-            return megatron.open_rows(path, spec["row_len"])
-        case "megatron":
-            return megatron.open_documents(path)
+            return megatron.open_rows(path, spec["row_len"]), ""
         case "tokens" | "olmo":
-            return tokens.open_tokens(path, spec["dtype"])
+            return tokens.open_tokens(path, spec["dtype"]), ""
+        case "megatron":
+            prefix = path
         case "huggingface":
             prefix = huggingface.cached_tokens(
                 path,
@@ -203,6 +278,7 @@ def _pieces(config: ConfigDict, spec: dict, path: str) -> Pieces:
                 tokenizer=data.tokenizer,
                 cache_dir=data.cache_dir,
                 vocab_size=vocab_size,
+                by_line=by_line,
             )
         case "text" | "stdlib":
             prefix = text.tokenized(
@@ -212,8 +288,9 @@ def _pieces(config: ConfigDict, spec: dict, path: str) -> Pieces:
                 tokenizer=data.tokenizer,
                 cache_dir=data.cache_dir,
                 vocab_size=vocab_size,
+                by_line=by_line,
             )
-    return megatron.open_documents(prefix)
+    return megatron.open_documents(prefix), prefix
 
 
 def _refuse_isolation(data: ConfigDict, key: str, what: str) -> None:

@@ -25,6 +25,7 @@ def cached_tokens(
     tokenizer: str,
     cache_dir: str,
     vocab_size: int,
+    by_line: bool = False,
 ) -> str:
     """The prefix of Megatron files that hold the dataset's tokens, made now where the cache lacks them.
 
@@ -33,6 +34,7 @@ def cached_tokens(
       tokens_key: the column of token ids (data.tokens_key); "": text_key is tokenised.
       text_key, tokenizer, cache_dir: of the `data` section.
       vocab_size: model.vocab_size.
+      by_line: every line of text is a sequence of its own.
 
     Raises ValueError naming the file for what is missing or no such column, and for ids outside the vocabulary.
     """
@@ -47,6 +49,7 @@ def cached_tokens(
             tokenizer=tokenizer,
             cache_dir=cache_dir,
             vocab_size=vocab_size,
+            by_line=by_line,
         )
     # Not the vocabulary itself: ids are checked again as they are read.
     folder = text.cache_folder(cache_dir)

@@ -1,6 +1,6 @@
 """Batches read and placed on the devices ahead of their use, by one thread."""
 
-import collections
+import contextlib
 import queue
 import threading
 import time
@@ -16,7 +16,7 @@ _PLACED_AHEAD = 2  # placed batches that wait: the next one, and one more for st
 class Loader:
     """Iterates over `place(dataset.batch(step, rows))` for steps `start_step` ... `stop_step` - 1.
 
-    A thread reads and places ahead; from remote files it reads `dataset.read_ahead` batches at once. What it raises
+    A thread takes `dataset.batches`, which may read several ahead, and places them. What it raises
     is raised where the batch is asked for; while `interrupted()` and no batch is there yet, the iteration ends.
     `seconds_waited`: the time that iteration has waited for a batch so far.
     Use as a context manager or call `close()`, which joins the threads but for those that hang in a read; these do not
@@ -77,39 +77,11 @@ class Loader:
         self.close()
 
     def _run(self, dataset: Dataset, place: Callable[[dict], Any], rows: slice) -> None:
-        reading = collections.deque()
         try:
-            steps = iter(range(self._next, self._stop_step))
-            while not self._closed.is_set():
-                while len(reading) < dataset.read_ahead and (step := next(steps, None)) is not None:
-                    reading.append(_Read(dataset, step, rows))
-                if not reading:
-                    return
-                self._placed.put((place(reading.popleft().result()), None))
+            with contextlib.closing(dataset.batches(self._next, self._stop_step, rows)) as batches:
+                for batch in batches:
+                    self._placed.put((place(batch), None))
+                    if self._closed.is_set():
+                        return
         except BaseException as error:  # whatever it is, the caller must see it
             self._placed.put((None, error))
-        finally:
-            for read in reading:
-                read.join()
-
-
-class _Read(threading.Thread):
-    """One batch on its way. A daemon: the end of the process would wait for the threads of an executor."""
-
-    def __init__(self, dataset: Dataset, step: int, rows: slice):
-        super().__init__(name="reader", daemon=True)
-        self._arguments, self._batch, self._error = (dataset, step, rows), None, None
-        self.start()
-
-    def run(self) -> None:
-        dataset, step, rows = self._arguments
-        try:
-            self._batch = dataset.batch(step, rows)
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> dict:
-        self.join()
-        if self._error is not None:
-            raise self._error
-        return self._batch

@@ -52,20 +52,25 @@ class Writer:
         self.prefix, self.vocab_size = prefix, vocab_size
         self.dtype = token_dtype(vocab_size)
         self.num_documents = self.num_tokens = 0
-        self._lengths = array.array("i")
+        self._lengths, self._document_ends = array.array("i"), array.array("q", [0])  # in sequences
         os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
         unique = uuid.uuid4().hex[:8]  # two processes may write the same cache
         self._bin, self._idx = (f"{prefix}.{unique}.{end}.tmp" for end in ("bin", "idx"))
         self._file = open(self._bin, "wb")
 
-    def add_document(self, tokens: np.ndarray) -> None:
-        """Appends one document of integer token ids [length]; an empty one is left out.
+    def add_document(self, *sentences: np.ndarray) -> None:
+        """Appends one document of integer token ids [length], whole or sentence by sentence; empty ones are left out.
 
-        Raises ValueError for an id outside the vocabulary or a document too long for the format.
+        Raises ValueError for an id outside the vocabulary or a sequence too long for the format.
         """
-        tokens = np.asarray(tokens)
-        if tokens.size == 0:
-            return
+        for tokens in sentences:
+            if np.size(tokens):
+                self._add_sequence(np.asarray(tokens))
+        if len(self._lengths) > self._document_ends[-1]:
+            self._document_ends.append(len(self._lengths))
+            self.num_documents += 1
+
+    def _add_sequence(self, tokens: np.ndarray) -> None:
         if tokens.size >= 1 << 31:
             raise ValueError(f"{self.prefix}: a document of {tokens.size} tokens; the format ends at 2^31, split it")
         low, high = int(tokens.min()), int(tokens.max())
@@ -74,7 +79,6 @@ class Writer:
             raise ValueError(f"{self.prefix}: token id {bad} is outside the vocabulary of {self.vocab_size}")
         self._file.write(tokens.astype(self.dtype).tobytes())
         self._lengths.append(tokens.size)
-        self.num_documents += 1
         self.num_tokens += tokens.size
 
     def close(self) -> None:
@@ -83,11 +87,11 @@ class Writer:
         lengths = np.frombuffer(self._lengths, np.int32)
         offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
         with open(self._idx, "wb") as file:
-            header = struct.pack("<QBQQ", 1, _CODES[self.dtype], lengths.size, lengths.size + 1)
+            header = struct.pack("<QBQQ", 1, _CODES[self.dtype], lengths.size, len(self._document_ends))
             file.write(MAGIC + header)
             file.write(lengths.astype("<i4").tobytes())
             file.write(offsets.astype("<i8").tobytes())
-            file.write(np.arange(lengths.size + 1, dtype="<i8").tobytes())
+            file.write(np.frombuffer(self._document_ends, np.int64).astype("<i8").tobytes())
             self._sync(file)
         os.replace(self._bin, self.prefix + ".bin")
         os.replace(self._idx, self.prefix + ".idx")
@@ -135,6 +139,22 @@ def open_documents(paths: str) -> Pieces:
                 "give each type its own entry in data.mixture"
             )
     return Pieces(files, dtypes[0], np.concatenate(starts), np.concatenate(lengths))
+
+
+def sentence_ends(paths: str) -> np.ndarray:
+    """Byte addresses, in the files of `open_documents(paths)`, at which their sequences end, int64, ascending.
+
+    A sequence is a document, or a sentence of one where the set was written so.
+    """
+    prefixes = find_prefixes(paths)
+    files = storage.Files([prefix + ".bin" for prefix in prefixes])
+    ends = []
+    for i, prefix in enumerate(prefixes):
+        index = storage.Files([prefix + ".idx"])
+        dtype, num_sequences, _ = _read_header(index, prefix + ".idx")
+        lengths = index.read(HEADER_BYTES, 4 * num_sequences).view("<i4")
+        ends.append(files.starts[i] + np.cumsum(lengths, dtype=np.int64) * dtype.itemsize)
+    return np.concatenate(ends)
 
 
 def find_prefixes(paths: str) -> list[str]:

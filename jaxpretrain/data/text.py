@@ -32,6 +32,7 @@ def tokenized(
     tokenizer: str = "bytes",
     cache_dir: str = "",
     vocab_size: int | None = None,
+    by_line: bool = False,
 ) -> str:
     """The prefix of the Megatron files that hold a source of text, tokenised now where the cache lacks it.
 
@@ -39,8 +40,9 @@ def tokenized(
       source, path, text_key: of a `data` section: "stdlib", or "text" with files, folders or globs.
       tokenizer, cache_dir: data.tokenizer, data.cache_dir.
       vocab_size: model.vocab_size, where the tokenizer must fit one.
+      by_line: every line of a document is a sequence of its own.
 
-    An end-of-document token follows each document where the tokenizer has one. The number of tokens and their
+    An end-of-document token follows each document, or line, where the tokenizer has one. The number of tokens and their
     SHA-256 are printed when they are made. Raises ValueError for bad text, tokenizer or cache directory.
     """
     assert source in ("stdlib", "text"), source
@@ -58,6 +60,7 @@ def tokenized(
         tokenizer=tokenizer,
         cache_dir=cache_dir,
         vocab_size=vocab_size,
+        by_line=by_line,
     )
 
 
@@ -69,6 +72,7 @@ def tokenize_to_cache(
     tokenizer: str = "bytes",
     cache_dir: str = "",
     vocab_size: int | None = None,
+    by_line: bool = False,
 ) -> str:
     """The prefix of the Megatron files that hold `texts`, which are read only where the cache lacks them.
 
@@ -80,7 +84,7 @@ def tokenize_to_cache(
     if vocab_size is not None:
         check_vocabulary(loaded, vocab_size)
     folder = cache_folder(cache_dir)
-    prefix = str(folder / fingerprint(identity, loaded.digest, loaded.eod))
+    prefix = str(folder / fingerprint(identity, loaded.digest, loaded.eod, *["by line"] * by_line))
     if not _complete(prefix):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +92,7 @@ def tokenize_to_cache(
                 if not _complete(prefix):
                     for stale in folder.glob(os.path.basename(prefix) + ".*.tmp") if held else ():
                         stale.unlink()  # of a process that was killed
-                    _make(texts, name, loaded, prefix)
+                    _make(texts, name, loaded, prefix, by_line)
         except OSError as error:
             raise ValueError(
                 f"data.cache_dir={str(folder)!r}: cannot keep tokens there: {error.strerror or error}; "
@@ -107,17 +111,26 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.sha256(json.dumps([_FORMAT_VERSION, *parts]).encode()).hexdigest()[:24]
 
 
-def write_documents(texts: Iterable[str], tokenizer: Tokenizer, writer: megatron.Writer, eod: int | None) -> None:
+def write_documents(
+    texts: Iterable[str], tokenizer: Tokenizer, writer: megatron.Writer, eod: int | None, by_line: bool = False
+) -> None:
     """Tokenises `texts` into `writer`, each followed by `eod` unless that is None.
 
     Every text is tokenised whole, whatever its length: no tokenizer says where a text may be cut and keep its
-    tokens. A text of no tokens is left out.
+    tokens. A text of no tokens is left out. `by_line`: lines that are not blank are sequences of their own, each
+    followed by `eod`; without one they keep their line ends.
     """
     end = np.array([] if eod is None else [eod], np.int32)
+
+    def sentences(text: str) -> list[str]:
+        return [line for line in text.splitlines(keepends=eod is None) if line.strip()] if by_line else [text]
+
     for batch in _batches(texts):
-        for ids in tokenizer.encode_documents(batch):
-            if ids.size:
-                writer.add_document(np.concatenate([ids, end]))
+        parts = [sentences(text) for text in batch]
+        encoded = iter(tokenizer.encode_documents([sentence for part in parts for sentence in part]))
+        for part in parts:
+            ids = itertools.islice(encoded, len(part))
+            writer.add_document(*[np.concatenate([tokens, end]) for tokens in ids if tokens.size])
 
 
 def _default_folder() -> pathlib.Path:
@@ -149,10 +162,10 @@ def _lock(path: str, name: str) -> Iterator[bool]:
         yield held
 
 
-def _make(texts: Iterable[str], name: str, tokenizer: Tokenizer, prefix: str) -> None:
+def _make(texts: Iterable[str], name: str, tokenizer: Tokenizer, prefix: str, by_line: bool) -> None:
     print(f"{name}: tokenising with {tokenizer.name!r}", flush=True)
     with megatron.Writer(prefix, tokenizer.vocab_size) as writer:
-        write_documents(texts, tokenizer, writer, tokenizer.eod)
+        write_documents(texts, tokenizer, writer, tokenizer.eod, by_line)
         if not writer.num_documents:
             raise ValueError(f"{name}: holds no text")
     with open(prefix + ".bin", "rb") as file:

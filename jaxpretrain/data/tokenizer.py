@@ -4,6 +4,7 @@ Text is encoded as it stands: no token is added before or after it (no beginning
 special token that is spelt out in the text, such as <|endoftext|>, becomes that token, as in `tokenizers`.
 """
 
+import dataclasses
 import hashlib
 import pathlib
 from collections.abc import Sequence
@@ -14,6 +15,19 @@ import numpy as np
 EOD_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
+_FIRST_TOKENS, _PADDING_TOKENS, _MASK_TOKENS = ("<s>", "[CLS]"), ("<pad>", "[PAD]"), ("<mask>", "[MASK]")
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskingTokens:
+    """What a masked language model needs of a vocabulary beside words."""
+
+    first: int  # begins every row
+    padding: int
+    mask: int  # stands for a token to predict
+    special: tuple[int, ...]  # these three and the others that are never masked, nor drawn in place of a word
+
+
 class ByteTokenizer:
     """Ids 0..255 are the bytes of the text in UTF-8. No end-of-document token: only an index marks boundaries."""
 
@@ -21,6 +35,7 @@ class ByteTokenizer:
     digest = "bytes"  # equal digests: equal ids for every text
     vocab_size = 256
     eod = None
+    masking_tokens = MaskingTokens(first=256, padding=257, mask=258, special=(256, 257, 258))
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [num_tokens]."""
@@ -57,6 +72,19 @@ class FileTokenizer:
             raise ValueError(f"{path}: has no token {eod_token!r} to end a document with (--eod-token)")
         found = map(self._tokenizer.token_to_id, EOD_TOKENS if eod_token is None else [eod_token])
         self.eod = next((id for id in found if id is not None), None)
+
+    @property
+    def masking_tokens(self) -> MaskingTokens:
+        """Raises ValueError where one of them is missing."""
+        found = []
+        for names in (_FIRST_TOKENS, _PADDING_TOKENS, _MASK_TOKENS):
+            ids = [id for id in map(self._tokenizer.token_to_id, names) if id is not None]
+            if not ids:
+                raise ValueError(f"{self.name}: has no {' or '.join(names)}, which a masked language model needs")
+            found.append(ids[0])
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {*found, *(id for id, token in added.items() if token.special)}
+        return MaskingTokens(*found, special=tuple(sorted(special)))
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [num_tokens]."""

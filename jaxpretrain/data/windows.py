@@ -1,9 +1,10 @@
-"""Tokens on storage -> rows of seq_len + 1 tokens (T = seq_len), found by searching cumulative lengths.
+"""Tokens on storage -> rows of tokens (T = seq_len), found by searching cumulative lengths.
 
-Two ways to cut rows. `DocumentWindows`: documents end to end are one stream, and row r is its tokens
+Three ways to cut rows. `DocumentWindows`: documents end to end are one stream, and row r is its tokens
 [r T, r T + T]: the next row starts at the last token of the previous one, so every token but the very first is a
 target exactly once. `PieceWindows`: the same within each piece (a file) alone, or, for fixed rows, at a stride of
-T + 1. For training only full rows count; for validation the last, shorter ones too, padded.
+T + 1. For training only full rows count; for validation the last, shorter ones too, padded. `SentenceWindows`: as many
+whole sentences as fit into T tokens, padded, for models that see a row's own tokens and predict some of them.
 """
 
 import dataclasses
@@ -69,18 +70,18 @@ def _full_rows(lengths: np.ndarray, seq_len: int, stride: int) -> np.ndarray:
 
 
 class _Windows:
-    """What both kinds share. Attributes: `num_rows`; `num_tokens`, the targets of one epoch; `remote`."""
+    """What all share. Attributes: `num_rows`; `num_tokens`, the targets of one epoch; `row_len`, tokens of a row."""
 
-    def __init__(self, pieces: Pieces, seq_len: int, vocab_size: int):
+    def __init__(self, pieces: Pieces, row_len: int, vocab_size: int):
         self.files, self.dtype = pieces.files, pieces.dtype
-        self.seq_len, self.vocab_size, self.remote = seq_len, vocab_size, pieces.files.remote
+        self.row_len, self.vocab_size, self.remote = row_len, vocab_size, pieces.files.remote
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens that each of `rows` really has, int64 [N]: seq_len + 1 but for the last of a padded split."""
+        """Tokens that each of `rows` really has, int64 [N]: row_len where it is full."""
         raise NotImplementedError
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """int32 [N, T + 1], zeros after a row's length. Raises ValueError for an id outside the vocabulary."""
+        """int32 [N, row_len], padding after a row's length. Raises ValueError for an id outside the vocabulary."""
         raise NotImplementedError
 
     def _check_vocab(self, tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -99,7 +100,7 @@ class _Windows:
         raise NotImplementedError
 
     def _gather(self, addresses: np.ndarray) -> np.ndarray:
-        return self.files.gather(addresses, (self.seq_len + 1) * self.dtype.itemsize).view(self.dtype)
+        return self.files.gather(addresses, self.row_len * self.dtype.itemsize).view(self.dtype)
 
     def _fill(self, out: np.ndarray, ranges: list[tuple[int, int, int, int]]) -> None:
         """Reads each (row, column, address, number of tokens) into out[row, column:]."""
@@ -108,47 +109,63 @@ class _Windows:
             out[row, col : col + count].view(np.uint8)[:] = tokens
 
 
-class DocumentWindows(_Windows):
+class _StreamWindows(_Windows):
+    """Rows that are stretches of the documents laid end to end, `total` tokens."""
+
+    def __init__(self, documents: Pieces, row_len: int, vocab_size: int):
+        super().__init__(documents, row_len, vocab_size)
+        documents = documents.part(documents.starts, documents.lengths)
+        self._ends = np.cumsum(documents.lengths)  # of the documents, in the stream
+        self._total = int(self._ends[-1]) if len(self._ends) else 0
+        # Runs: documents that also lie end to end in the files, merged, so that most rows are one copy.
+        begins = np.ones(len(self._ends), bool)
+        begins[1:] = documents.starts[1:] != (documents.starts + documents.lengths * self.dtype.itemsize)[:-1]
+        self._run_address = documents.starts[begins]
+        self._run_start = np.append((self._ends - documents.lengths)[begins], self._total)  # in the stream
+
+    def _run(self, positions: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._run_start, positions, "right") - 1
+
+    def _address_of(self, position: int, run: int) -> int:
+        return int(self._run_address[run]) + (position - int(self._run_start[run])) * self.dtype.itemsize
+
+    def _ranges(self, row: int, col: int, first: int, last: int) -> list[tuple[int, int, int, int]]:
+        """What `_fill` reads to have tokens [first, last) of the stream in a row from `col` on."""
+        ranges, position, run = [], first, int(self._run(first))
+        while position < last:
+            count = min(last, int(self._run_start[run + 1])) - position
+            ranges.append((row, col + position - first, self._address_of(position, run), count))
+            position, run = position + count, run + 1
+        return ranges
+
+
+class DocumentWindows(_StreamWindows):
     """Rows across documents end to end. With `isolate`, `segments` numbers the documents within each row."""
 
     def __init__(self, documents: Pieces, seq_len: int, vocab_size: int, *, isolate: bool = False, pad: bool = False):
-        super().__init__(documents, seq_len, vocab_size)
-        documents = documents.part(documents.starts, documents.lengths)
-        ends = np.cumsum(documents.lengths)
-        self._total = int(ends[-1]) if len(ends) else 0
+        super().__init__(documents, seq_len + 1, vocab_size)
+        self.seq_len = seq_len
         full = max(self._total - 1, 0) // seq_len
         self.num_rows = full + (pad and self._total - full * seq_len >= 2)
         self.num_tokens = max(self._total - 1, 0) if pad else full * seq_len
-        self._document_ends = ends if isolate else None
-        # Runs: documents that also lie end to end in the files, merged, so that most rows are one copy.
-        begins = np.ones(len(ends), bool)
-        begins[1:] = documents.starts[1:] != (documents.starts + documents.lengths * self.dtype.itemsize)[:-1]
-        self._run_address = documents.starts[begins]
-        self._run_start = np.append((ends - documents.lengths)[begins], self._total)  # in the stream
+        self._document_ends = self._ends if isolate else None
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        return np.minimum(self.seq_len + 1, self._total - rows * self.seq_len)
+        return np.minimum(self.row_len, self._total - rows * self.seq_len)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         first = rows * self.seq_len
         last = first + self.lengths(rows)
-        run = np.searchsorted(self._run_start, first, "right") - 1
-        whole = first + self.seq_len + 1 <= self._run_start[run + 1]
+        run = self._run(first)
+        whole = first + self.row_len <= self._run_start[run + 1]
         addresses = self._run_address[run] + (first - self._run_start[run]) * self.dtype.itemsize
         if whole.all():
             return self._check_vocab(self._gather(addresses), rows)
-        out = np.zeros((len(rows), self.seq_len + 1), self.dtype)
+        out = np.zeros((len(rows), self.row_len), self.dtype)
         if whole.any():
             out[whole] = self._gather(addresses[whole])
-        ranges = []
-        for row in np.flatnonzero(~whole):
-            position, r = int(first[row]), int(run[row])
-            while position < last[row]:
-                count = int(min(last[row], self._run_start[r + 1])) - position
-                address = int(self._run_address[r]) + (position - int(self._run_start[r])) * self.dtype.itemsize
-                ranges.append((row, position - int(first[row]), address, count))
-                position, r = position + count, r + 1
-        self._fill(out, ranges)
+        broken = np.flatnonzero(~whole)
+        self._fill(out, [r for row in broken for r in self._ranges(row, 0, int(first[row]), int(last[row]))])
         return self._check_vocab(out, rows)
 
     def segments(self, rows: np.ndarray) -> np.ndarray:
@@ -160,23 +177,92 @@ class DocumentWindows(_Windows):
         counts = end - begin  # boundaries within the row
         row = np.repeat(np.arange(len(rows)), counts)
         boundary = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + begin[row]
-        out = np.zeros((len(rows), self.seq_len + 1), np.int32)
+        out = np.zeros((len(rows), self.row_len), np.int32)
         out[row, self._document_ends[boundary] - first[row]] = 1
         out = np.cumsum(out, axis=1, dtype=np.int32) + 1
-        out[np.arange(self.seq_len + 1) >= lengths[:, None]] = 0
+        out[np.arange(self.row_len) >= lengths[:, None]] = 0
         return out
 
     def _address(self, row: int, col: int) -> int:
         position = row * self.seq_len + col
-        run = int(np.searchsorted(self._run_start, position, "right")) - 1
-        return int(self._run_address[run]) + (position - int(self._run_start[run])) * self.dtype.itemsize
+        return self._address_of(position, int(self._run(position)))
+
+
+class SentenceWindows(_StreamWindows):
+    """Rows of whole sentences: a first token, then as many sentences as fit, across documents, then padding.
+
+    RoBERTa's FULL-SENTENCES (Liu et al. 2019, section 4.2). A sentence that is longer than a row fills rows of its own.
+
+    Args:
+      documents: each ends where a sentence ends.
+      sentence_ends: byte addresses in `documents.files` at which sentences end, int64, ascending.
+      first_token, padding_token: ids of the vocabulary.
+    """
+
+    def __init__(
+        self,
+        documents: Pieces,
+        sentence_ends: np.ndarray,
+        seq_len: int,
+        vocab_size: int,
+        *,
+        first_token: int,
+        padding_token: int,
+    ):
+        super().__init__(documents, seq_len, vocab_size)
+        self.seq_len, self._first_token, self._padding_token = seq_len, first_token, padding_token
+        self.num_tokens = self._total
+        documents, room = documents.part(documents.starts, documents.lengths), seq_len - 1
+        ends = _ends_in_stream(documents, sentence_ends, self.dtype.itemsize)
+        begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+        following = np.searchsorted(ends, begins + room, "right")  # the first sentence that does not fit any more
+        following = np.maximum(following, np.arange(len(ends)) + 1).tolist()
+        chosen, sentence = [], 0
+        while sentence < len(ends):
+            chosen.append(sentence)
+            sentence = following[sentence]
+        begin = begins[chosen] if chosen else begins[:0]
+        length = np.diff(np.append(begin, self._total))
+        num_rows = -(-length // room)  # more than one where a single sentence is too long
+        part = np.arange(num_rows.sum()) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+        self._row_begin = np.repeat(begin, num_rows) + part * room
+        self._row_length = np.minimum(np.repeat(length, num_rows) - part * room, room)
+        self.num_rows = len(self._row_begin)
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        return self._row_length[rows] + 1
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        out = np.full((len(rows), self.seq_len), self._padding_token, self.dtype)
+        out[:, 0] = self._first_token
+        first = self._row_begin[rows].tolist()
+        last = (self._row_begin[rows] + self._row_length[rows]).tolist()
+        self._fill(out, [r for row in range(len(rows)) for r in self._ranges(row, 1, first[row], last[row])])
+        return self._check_vocab(out, rows)
+
+    def _address(self, row: int, col: int) -> int:
+        position = int(self._row_begin[row]) + col - 1
+        return self._address_of(position, int(self._run(position)))
+
+
+def _ends_in_stream(documents: Pieces, addresses: np.ndarray, itemsize: int) -> np.ndarray:
+    """Where sentences end, from byte addresses in the files to positions in the stream of these documents."""
+    document_ends = np.cumsum(documents.lengths)
+    first = np.searchsorted(addresses, documents.starts, "right")
+    last = np.searchsorted(addresses, documents.starts + documents.lengths * itemsize, "right")
+    count = last - first
+    document = np.repeat(np.arange(len(count)), count)
+    index = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + first[document]
+    within = (addresses[index] - documents.starts[document]) // itemsize
+    return within + (document_ends - documents.lengths)[document]
 
 
 class PieceWindows(_Windows):
     """Rows within each piece; a stride of seq_len shares one token between neighbours, seq_len + 1 none."""
 
     def __init__(self, pieces: Pieces, seq_len: int, vocab_size: int, *, stride: int, pad: bool = False):
-        super().__init__(pieces, seq_len, vocab_size)
+        super().__init__(pieces, seq_len + 1, vocab_size)
+        self.seq_len = seq_len
         assert stride in (seq_len, seq_len + 1)
         self._stride, self._starts, self._lengths = stride, pieces.starts, pieces.lengths
         rows = _full_rows(pieces.lengths, seq_len, stride)
@@ -194,14 +280,14 @@ class PieceWindows(_Windows):
         return self._starts[piece] + offset * self.dtype.itemsize, self._lengths[piece] - offset
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        return np.minimum(self.seq_len + 1, self._find(rows)[1])
+        return np.minimum(self.row_len, self._find(rows)[1])
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         addresses, left = self._find(rows)
-        whole = left > self.seq_len
+        whole = left >= self.row_len
         if whole.all():
             return self._check_vocab(self._gather(addresses), rows)
-        out = np.zeros((len(rows), self.seq_len + 1), self.dtype)
+        out = np.zeros((len(rows), self.row_len), self.dtype)
         if whole.any():
             out[whole] = self._gather(addresses[whole])
         self._fill(out, [(row, 0, int(addresses[row]), int(left[row])) for row in np.flatnonzero(~whole)])

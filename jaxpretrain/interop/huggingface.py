@@ -1,9 +1,9 @@
-"""Hugging Face folders (safetensors and config.json) of GPT-NeoX, GPT-2 and Llama, read and written.
+"""Hugging Face folders (safetensors and config.json) of the models in families.py, read and written.
 
 Neither torch nor transformers is needed. Both directions hold one stacked parameter in host memory beside
 what the caller keeps: reading fills and places them one after the other, writing fetches a layer at a time.
 
-Shapes: D embed_dim, H query heads, G key/value heads, K head_dim, F mlp_dim, V vocabulary, L layers.
+Shapes: H query heads, K head_dim.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ from safetensors import SafetensorError, safe_open
 from jaxpretrain.config import flatten
 from jaxpretrain.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxpretrain.interop import huggingface_config
-from jaxpretrain.models import transformer
+from jaxpretrain.interop.families import FAMILIES, Family
+from jaxpretrain.models import registry
 from jaxpretrain.models.parameter import Info, fan_in, infos
 
 _DTYPES = {"float32": ("F32", np.float32), "bfloat16": ("BF16", ml_dtypes.bfloat16), "float16": ("F16", np.float16)}
@@ -37,78 +38,9 @@ _TO_SAFETENSORS = (
     'python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('{0}').save_pretrained('{0}-safetensors')\""
 )
-_VECTORS = ("bias", "norm_scale")  # roles of parameters that have one dim there
-_TABLES = ("embedding", "position_embedding", "unembedding")  # that are never transposed
-
-
-@dataclasses.dataclass(frozen=True)
-class _Family:
-    """Where Hugging Face's class keeps what. Its `weight` is our kernel, scale or embedding, its `bias` our bias."""
-
-    prefix: str  # of all but the unembedding; some files leave it out
-    modules: dict[str, tuple[str, ...]]  # theirs, with {} for the layer -> ours; three where they are one matrix
-    unembed: tuple[str, ...] = ("lm_head.weight",)  # names it has had; the first is written
-    transposed: bool = True  # matrices are [out, in]
-    fused_dim: int = 0  # from the end: where query, key and value are stacked in [..., H, K]
-    buffers: str = r"$."  # what old files hold that is no parameter
-
-
-_FAMILIES = {
-    "gpt_neox": _Family(
-        prefix="gpt_neox.",
-        modules={
-            "embed_in": ("embed",),
-            "layers.{}.input_layernorm": ("layers.attention_norm",),
-            "layers.{}.attention.query_key_value": (
-                "layers.attention.query",
-                "layers.attention.key",
-                "layers.attention.value",
-            ),
-            "layers.{}.attention.dense": ("layers.attention.out",),
-            "layers.{}.post_attention_layernorm": ("layers.mlp_norm",),
-            "layers.{}.mlp.dense_h_to_4h": ("layers.mlp.up",),
-            "layers.{}.mlp.dense_4h_to_h": ("layers.mlp.down",),
-            "final_layer_norm": ("final_norm",),
-        },
-        unembed=("embed_out.weight", "lm_head.weight"),  # the second since transformers 5, which reads both
-        fused_dim=-2,  # [H, 3, K]
-        buffers=r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
-    ),
-    "gpt2": _Family(
-        prefix="transformer.",
-        modules={
-            "wte": ("embed",),
-            "wpe": ("position_embed",),
-            "h.{}.ln_1": ("layers.attention_norm",),
-            "h.{}.attn.c_attn": ("layers.attention.query", "layers.attention.key", "layers.attention.value"),
-            "h.{}.attn.c_proj": ("layers.attention.out",),
-            "h.{}.ln_2": ("layers.mlp_norm",),
-            "h.{}.mlp.c_fc": ("layers.mlp.up",),
-            "h.{}.mlp.c_proj": ("layers.mlp.down",),
-            "ln_f": ("final_norm",),
-        },
-        transposed=False,
-        fused_dim=-3,  # [3, H, K]
-        buffers=r"h\.\d+\.attn\.(bias|masked_bias)",
-    ),
-    "llama": _Family(
-        prefix="model.",
-        modules={
-            "embed_tokens": ("embed",),
-            "layers.{}.input_layernorm": ("layers.attention_norm",),
-            "layers.{}.self_attn.q_proj": ("layers.attention.query",),
-            "layers.{}.self_attn.k_proj": ("layers.attention.key",),
-            "layers.{}.self_attn.v_proj": ("layers.attention.value",),
-            "layers.{}.self_attn.o_proj": ("layers.attention.out",),
-            "layers.{}.post_attention_layernorm": ("layers.mlp_norm",),
-            "layers.{}.mlp.up_proj": ("layers.mlp.up",),
-            "layers.{}.mlp.gate_proj": ("layers.mlp.gate",),
-            "layers.{}.mlp.down_proj": ("layers.mlp.down",),
-            "norm": ("final_norm",),
-        },
-        buffers=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-    ),
-}
+_VECTORS = ("bias", "norm_scale", "ssm_d", "ssm_dt_bias")  # roles of parameters that have one dim there
+_TABLES = ("embedding", "position_embedding", "unembedding", "ssm_a_log")  # that are never transposed
+_CONVOLUTIONS = ("conv", "patch_embedding")  # [out, in, *window] there, [*window, in, out] here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +50,8 @@ class _Tensor:
     name: str  # with {} for the layer
     paths: tuple[str, ...]
     info: Info  # of the first of `paths`; the others have the same shape
-    family: _Family
+    family: Family
+    extra_dims: int = 0  # of size 1, in front
 
     @property
     def num_layers(self) -> int:
@@ -149,32 +82,43 @@ class _Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._matrix[::-1] if self._is_transposed else self._matrix
+        if self.info.role in _CONVOLUTIONS:
+            *window, num_in, num_out = self._inner
+            return num_out, num_in, *window
+        return (1,) * self.extra_dims + (self._matrix[::-1] if self._is_transposed else self._matrix)
 
     def split(self, theirs: np.ndarray) -> list[np.ndarray]:
         """Views of one layer's tensor of theirs, in our shapes, one for each of `paths`."""
+        if self.info.role in _CONVOLUTIONS:
+            return [np.moveaxis(theirs, (1, 0), (-2, -1))]
         inner = (theirs.T if self._is_transposed else theirs).reshape(self._inner)
         return list(np.moveaxis(inner, self.family.fused_dim, 0)) if len(self.paths) > 1 else [inner]
 
     def join(self, ours: list[np.ndarray]) -> np.ndarray:
         """The inverse of `split`."""
+        if self.info.role in _CONVOLUTIONS:
+            return np.moveaxis(ours[0], (-2, -1), (1, 0))
         inner = np.stack(ours, self.family.fused_dim) if len(ours) > 1 else ours[0]
         matrix = inner.reshape(self._matrix)
-        return matrix.T if self._is_transposed else matrix
+        return (matrix.T if self._is_transposed else matrix).reshape(self.shape)
 
     def layer_names(self) -> list[str]:
         return [self.name.format(i) for i in range(self.num_layers)] or [self.name]
 
 
-def _tensors(family: _Family, parameters: Mapping[str, Info]) -> list[_Tensor]:
+def _tensors(family: Family, parameters: Mapping[str, Info]) -> list[_Tensor]:
     """All tensors of a model, in the order in which they are written."""
     modules = {family.prefix + theirs: ours for theirs, ours in family.modules.items()}
-    modules[family.unembed[0].removesuffix(".weight")] = ("unembed",)
-    tensors, covered = [], set()
+    modules |= family.outside or {family.unembed[0].removesuffix(".weight"): ("unembed",)}
+    tensors, covered = [], set(family.tensors.values())
+    for theirs, path in family.tensors.items():
+        info = parameters[path]
+        extra_dims = family.extra_dims if len(info.shape) == 2 else 0
+        tensors.append(_Tensor(family.prefix + theirs, (path,), info, family, extra_dims))
     for theirs, ours in modules.items():
         for path, info in parameters.items():
-            module, leaf = path.rsplit(".", 1)
-            if module == ours[0]:
+            module, _, leaf = path.rpartition(".")
+            if module == ours[0] and path not in family.tensors.values():
                 paths = tuple(f"{other}.{leaf}" for other in ours)
                 name = f"{theirs}.{'bias' if leaf == 'bias' else 'weight'}"
                 tensors.append(_Tensor(name, paths, info, family))
@@ -199,8 +143,12 @@ def check_same_model(folder: str | os.PathLike, config: ConfigDict) -> None:
 
     The initialisation does not count, nor does `seq_len` unless it sizes a position table.
     """
-    there, here = (flatten(transformer.build(c).config) for c in (model_config(folder), config))
-    unread = {"init", "max_positions"} if config.model.positions == "rotary" else {"init"}
+    there, here = (flatten(registry.build(c).config) for c in (model_config(folder), config))
+    unread = {"init", "dropout", "drop_path"} | ({"max_positions"} if here["positions"] == "rotary" else set())
+    if there["family"] != here["family"]:
+        raise ValueError(
+            f"{folder} holds a model of the family {there['family']!r}, the config one of {here['family']!r}"
+        )
     keys = [key for key in here if here[key] != there[key] and key not in unread]
     if keys:
         wrong = [f"model.{key}={here[key]!r} (there {there[key]!r})" for key in keys]
@@ -218,13 +166,13 @@ def load_params(folder: str | os.PathLike, config: ConfigDict, like: Mapping | N
     """
     check_same_model(folder, config)
     folder = pathlib.Path(folder)
-    family = _FAMILIES[huggingface_config.read(folder)[0]]
+    family = FAMILIES[huggingface_config.read(folder)[0]]
     parameters = _flat_infos(config)
     tensors = _tensors(family, parameters)
     with contextlib.ExitStack() as stack:
         files = _open(folder, family, stack)
         _check_names_and_shapes(folder, files, tensors)
-        if config.model.tied_embeddings:
+        if registry.build(config).config.tied_embeddings:
             _check_tied(folder, files, tensors, family)
         shardings = like and traverse_util.flatten_dict(like, sep=".")
         flat = {}
@@ -241,7 +189,7 @@ def load_params(folder: str | os.PathLike, config: ConfigDict, like: Mapping | N
 
 
 def _flat_infos(config: ConfigDict) -> dict[str, Info]:
-    return traverse_util.flatten_dict(infos(transformer.build(config)), sep=".")
+    return traverse_util.flatten_dict(infos(registry.build(config)), sep=".")
 
 
 def _placed(value: np.ndarray, like: Any) -> jax.Array:
@@ -269,7 +217,7 @@ class _StoredTensor:
         return self.file.get_tensor(self.name)
 
 
-def _open(folder: pathlib.Path, family: _Family, stack: contextlib.ExitStack) -> dict[str, _StoredTensor]:
+def _open(folder: pathlib.Path, family: Family, stack: contextlib.ExitStack) -> dict[str, _StoredTensor]:
     """Every parameter of the folder, by the name that we write it with; nothing is read yet."""
     stored = {}
     for path in _weight_files(folder):
@@ -283,6 +231,8 @@ def _open(folder: pathlib.Path, family: _Family, stack: contextlib.ExitStack) ->
     for name, tensor in stored.items():
         if name in family.unembed:
             named[family.unembed[0]] = tensor
+        elif name.rpartition(".")[0] in family.outside:
+            named[name] = tensor
         elif not re.fullmatch(family.buffers, name.removeprefix(family.prefix)):
             named[family.prefix + name.removeprefix(family.prefix)] = tensor
     return named
@@ -329,7 +279,7 @@ def _check_names_and_shapes(folder: pathlib.Path, files: Mapping[str, _StoredTen
 
 
 def _check_tied(
-    folder: pathlib.Path, files: Mapping[str, _StoredTensor], tensors: list[_Tensor], family: _Family
+    folder: pathlib.Path, files: Mapping[str, _StoredTensor], tensors: list[_Tensor], family: Family
 ) -> None:
     copy = files.get(family.unembed[0])
     embedding = next(files[tensor.name] for tensor in tensors if tensor.paths == ("embed.embedding",))
@@ -379,10 +329,10 @@ def export(
     wrong += [path for path in parameters.keys() & flat.keys() if flat[path].shape != parameters[path].shape]
     if wrong:
         raise ValueError(f"params are not those of config.model: {_first(sorted(wrong))}")
-    model = transformer.build(config).config
+    model = registry.build(config).config
     eos_token, eos_token_id = _end_of_document(tokenizer, model.vocab_size)
     hf_config = huggingface_config.to_json(model, config.seq_len, dtype, eos_token_id)
-    tensors = _tensors(_FAMILIES[hf_config["model_type"]], parameters)
+    tensors = _tensors(FAMILIES[hf_config["model_type"]], parameters)
     unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:

@@ -1,4 +1,4 @@
-"""`config.json` of GPT-NeoX, GPT-2 and Llama in Hugging Face's words <-> the `model` section in ours.
+"""`config.json` of the models of `ARCHITECTURES` in Hugging Face's words <-> the `model` section in ours.
 
 The keys are those of `transformers` 4 and 5, which name the rotary embedding differently: 4 has
 `rotary_pct`, `rotary_emb_base`, `rope_theta` and `rope_scaling`, 5 has one `rope_parameters`. Both are read and
@@ -14,8 +14,17 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxpretrain import config as config_lib
+from jaxpretrain.models.transformer import ENCODER_FIRST_POSITION
 
-ARCHITECTURES = {"gpt_neox": "GPTNeoXForCausalLM", "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
+ARCHITECTURES = {
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "roberta": "RobertaForMaskedLM",
+    "mamba": "MambaForCausalLM",
+    "vit": "ViTForImageClassification",
+    "convnext": "ConvNextForImageClassification",
+}
 
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -33,10 +42,18 @@ _FIXED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
+    "is_decoder": False,
+    "position_embedding_type": "absolute",
+    "qkv_bias": True,
+    "use_bias": False,
+    "use_conv_bias": True,
     "quantization_config": None,
     "per_layer_config": None,
 }
-_DROPOUTS = ("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
+_DROPOUTS = (
+    *("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"),
+    *("attention_probs_dropout_prob", "hidden_dropout_prob", "drop_path_rate"),
+)
 
 
 def is_folder(folder: str | os.PathLike) -> bool:
@@ -46,8 +63,8 @@ def is_folder(folder: str | os.PathLike) -> bool:
 
 
 def read(folder: pathlib.Path) -> tuple[str, ConfigDict]:
-    """The family (`gpt_neox`, `gpt2` or `llama`) of a folder, and a config whose `model` and `seq_len` are its own,
-    all other keys being at their defaults.
+    """The family (a key of ARCHITECTURES) of a folder, and a config whose `model` and `seq_len` are its own, all other
+    keys being at their defaults.
 
     Raises ValueError where there is no `config.json`, or it asks for what the model here does not compute.
     """
@@ -60,10 +77,9 @@ def read(folder: pathlib.Path) -> tuple[str, ConfigDict]:
             raise hf.refused(key, hf.get(key), [value])
     dropouts = {key: hf.get(key) for key in _DROPOUTS if hf.get(key)}
     if dropouts:
-        print(f"warning: {hf.file}: {dropouts} ignored: there is no dropout here", file=sys.stderr)
+        print(f"warning: {hf.file}: {dropouts} ignored; see model.dropout and model.drop_path", file=sys.stderr)
     config = config_lib.default()
-    {"gpt_neox": _from_gpt_neox, "gpt2": _from_gpt2, "llama": _from_llama}[family](hf, config)
-    config.model.init = family
+    _READERS[family](hf, config)
     return family, config
 
 
@@ -100,6 +116,7 @@ class _Json(dict):
 
 
 def _from_gpt_neox(hf: _Json, config: ConfigDict) -> None:
+    config.model.init = "gpt_neox"
     _sizes(hf, config, "hidden_size", "num_hidden_layers", "num_attention_heads")
     config.seq_len = hf.size("max_position_embeddings")
     config.model.mlp_dim = hf.size("intermediate_size")
@@ -112,6 +129,7 @@ def _from_gpt_neox(hf: _Json, config: ConfigDict) -> None:
 
 
 def _from_gpt2(hf: _Json, config: ConfigDict) -> None:
+    config.model.init = "gpt2"
     _sizes(hf, config, "n_embd", "n_layer", "n_head")
     config.seq_len = hf.size("n_positions")
     config.model.positions = "learned"
@@ -123,6 +141,7 @@ def _from_gpt2(hf: _Json, config: ConfigDict) -> None:
 
 
 def _from_llama(hf: _Json, config: ConfigDict) -> None:
+    config.model.init = "llama"
     _sizes(hf, config, "hidden_size", "num_hidden_layers", "num_attention_heads")
     config.seq_len = hf.size("max_position_embeddings")
     config.model.num_kv_heads = hf.get("num_key_value_heads", config.model.num_heads)
@@ -140,6 +159,83 @@ def _from_llama(hf: _Json, config: ConfigDict) -> None:
     if config.model.rotary.fraction != 1:
         # Hugging Face's class itself obeys it in some scalings and not in others.
         raise hf.refused("partial_rotary_factor", config.model.rotary.fraction, [1.0])
+
+
+def _from_roberta(hf: _Json, config: ConfigDict) -> None:
+    config.model.family, config.model.init = "encoder", "normal"
+    _encoder(hf, config)
+    config.model.vocab_size = hf.size("vocab_size")
+    config.seq_len = hf.size("max_position_embeddings") - ENCODER_FIRST_POSITION
+    config.model.max_positions = config.seq_len
+    for key, default, value in (("type_vocab_size", 2, 1), ("pad_token_id", 1, 1), ("tie_word_embeddings", True, True)):
+        if hf.get(key, default) != value:
+            raise hf.refused(key, hf.get(key, default), [value])
+
+
+def _from_mamba(hf: _Json, config: ConfigDict) -> None:
+    config.model.family = "mamba"
+    config.model.vocab_size = hf.size("vocab_size")
+    config.model.embed_dim, config.model.num_layers = hf.size("hidden_size"), hf.size("num_hidden_layers")
+    config.model.norm_eps = float(hf.get("layer_norm_epsilon", 1e-5))
+    config.model.tied_embeddings = hf.get("tie_word_embeddings", True)
+    mamba = config.model.mamba
+    mamba.state_dim, mamba.conv_width = hf.get("state_size", 16), hf.get("conv_kernel", 4)
+    mamba.expand = hf.get("expand", 2)
+    rank = hf.get("time_step_rank", "auto")
+    mamba.dt_rank = 0 if rank in ("auto", -(-config.model.embed_dim // 16)) else rank
+    inner = hf.get("intermediate_size", mamba.expand * config.model.embed_dim)
+    if inner != mamba.expand * config.model.embed_dim:
+        raise hf.refused("intermediate_size", inner, [mamba.expand * config.model.embed_dim])
+    if hf.get("hidden_act", "silu") != "silu":
+        raise hf.refused("hidden_act", hf.get("hidden_act"), ["silu"])
+
+
+def _from_vit(hf: _Json, config: ConfigDict) -> None:
+    config.model.family = "vit"
+    _encoder(hf, config)
+    _image(hf, config)
+    config.model.image.patch_size = hf.get("patch_size", 16)
+
+
+def _encoder(hf: _Json, config: ConfigDict) -> None:
+    model = config.model
+    model.embed_dim, model.num_layers = hf.size("hidden_size"), hf.size("num_hidden_layers")
+    model.num_heads, model.mlp_dim = hf.size("num_attention_heads"), hf.size("intermediate_size")
+    model.norm_eps = float(hf.get("layer_norm_eps", 1e-12))
+    model.activation = hf.activation("hidden_act", "gelu")
+
+
+def _from_convnext(hf: _Json, config: ConfigDict) -> None:
+    config.model.family = "convnext"
+    _image(hf, config)
+    convnext = config.model.convnext
+    convnext.depths = tuple(hf.get("depths", (3, 3, 9, 3)))
+    convnext.widths = tuple(hf.get("hidden_sizes", (96, 192, 384, 768)))
+    convnext.layer_scale = float(hf.get("layer_scale_init_value", 1e-6))
+    config.model.norm_eps = 1e-6  # of all norms there but the last, whose layer_norm_eps is 1e-12
+    for key, default, value in (("hidden_act", "gelu", "gelu"), ("patch_size", 4, 4)):
+        if hf.get(key, default) != value:
+            raise hf.refused(key, hf.get(key), [value])
+
+
+def _image(hf: _Json, config: ConfigDict) -> None:
+    config.seq_len, config.data.source = 1, "images"
+    image = config.model.image
+    image.size, image.num_channels = hf.get("image_size", 224), hf.get("num_channels", 3)
+    image.num_classes = len(hf["id2label"]) if "id2label" in hf else hf.get("num_labels", 2)
+    if image.num_channels != 3:
+        config.data.images.normalize = "half"
+
+
+_READERS = {
+    "gpt_neox": _from_gpt_neox,
+    "gpt2": _from_gpt2,
+    "llama": _from_llama,
+    "roberta": _from_roberta,
+    "mamba": _from_mamba,
+    "vit": _from_vit,
+    "convnext": _from_convnext,
+}
 
 
 def _sizes(hf: _Json, config: ConfigDict, embed_dim: str, num_layers: str, num_heads: str) -> None:
@@ -182,6 +278,8 @@ def family_of(model: ConfigDict) -> str:
 
     Raises ValueError naming every key that the nearest class has no option for.
     """
+    if model.family != "decoder":
+        return {"encoder": "roberta"}.get(model.family, model.family)
     full_heads = dict(num_kv_heads=model.num_heads, head_dim=model.embed_dim // model.num_heads)
     if model.positions == "learned":
         family = "gpt2"
@@ -213,14 +311,22 @@ def to_json(model: ConfigDict, seq_len: int, dtype: str, eos_token_id: int | Non
     hf = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
-        "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.tied_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": eos_token_id,
         "dtype": dtype,
         "torch_dtype": dtype,  # transformers 4
     }
     activation = _ACTIVATION_NAMES[model.activation]
+    if family in ("vit", "convnext"):
+        return hf | _image_to_json(model, activation)
+    hf |= {
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tied_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+    }
+    if family == "roberta":
+        return hf | _roberta_to_json(model, activation)
+    if family == "mamba":
+        return hf | _mamba_to_json(model)
     if family == "gpt2":
         return hf | {
             "n_embd": model.embed_dim,
@@ -260,6 +366,65 @@ def to_json(model: ConfigDict, seq_len: int, dtype: str, eos_token_id: int | Non
         "use_parallel_residual": model.parallel_residual,
         "rotary_pct": model.rotary.fraction,
         "rotary_emb_base": model.rotary.theta,
+    }
+
+
+def _roberta_to_json(model: ConfigDict, activation: str) -> dict[str, Any]:
+    return {
+        **_encoder_sizes(model, activation),
+        "max_position_embeddings": model.max_positions + ENCODER_FIRST_POSITION,
+        "type_vocab_size": 1,
+        "pad_token_id": ENCODER_FIRST_POSITION - 1,
+    }
+
+
+def _encoder_sizes(model: ConfigDict, activation: str) -> dict[str, Any]:
+    return {
+        "hidden_size": model.embed_dim,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "intermediate_size": model.mlp_dim,
+        "hidden_act": activation,
+        "layer_norm_eps": model.norm_eps,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+
+
+def _mamba_to_json(model: ConfigDict) -> dict[str, Any]:
+    return {
+        "hidden_size": model.embed_dim,
+        "num_hidden_layers": model.num_layers,
+        "layer_norm_epsilon": model.norm_eps,
+        "state_size": model.mamba.state_dim,
+        "conv_kernel": model.mamba.conv_width,
+        "expand": model.mamba.expand,
+        "intermediate_size": model.mamba.expand * model.embed_dim,
+        "time_step_rank": model.mamba.dt_rank,
+        "hidden_act": "silu",
+        "use_bias": False,
+        "use_conv_bias": True,
+    }
+
+
+def _image_to_json(model: ConfigDict, activation: str) -> dict[str, Any]:
+    image = model.image
+    labels = {str(i): f"LABEL_{i}" for i in range(image.num_classes)}
+    hf = {
+        "image_size": image.size,
+        "num_channels": image.num_channels,
+        "id2label": labels,
+        "label2id": {label: int(i) for i, label in labels.items()},
+    }
+    if model.family == "vit":
+        return hf | _encoder_sizes(model, activation) | {"patch_size": image.patch_size}
+    return hf | {
+        "depths": list(model.convnext.depths),
+        "hidden_sizes": list(model.convnext.widths),
+        "layer_scale_init_value": model.convnext.layer_scale,
+        "layer_norm_eps": model.norm_eps,
+        "hidden_act": "gelu",
+        "patch_size": 4,
     }
 
 

@@ -42,6 +42,7 @@ _FAN_IN_DIMS = {
     "ssm_out_proj": _ALL_BUT_LAST,
     "ssm_a_log": slice(1, None),  # [channels, state]; Mamba-2 has [heads]
     "ssm_d": _NONE,
+    "ssm_dt_bias": _NONE,
     "norm_scale": _NONE,
     "bias": _NONE,
 }

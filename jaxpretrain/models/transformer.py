@@ -1,7 +1,7 @@
-"""A decoder-only transformer that, by configuration, is GPT-NeoX, GPT-2, Llama 2/3 or OLMo.
+"""A transformer: decoders that by configuration are GPT-NeoX, GPT-2, Llama 2/3 or OLMo, and RoBERTa's encoder.
 
 Shapes: B batch, T sequence, D embed_dim, H query heads, G key/value heads, K head_dim, F mlp_dim,
-V vocabulary, L layers, P positions.
+V vocabulary, L layers, P positions, N tokens of whatever rows.
 
 The model knows arrays and axis names. It computes in the dtype of the parameters it is given (norms,
 rotary and softmax in float32); which mesh they live on and what is recomputed is decided by `parallel/`
@@ -17,20 +17,22 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from ml_collections import ConfigDict
 
+from jaxpretrain.models.layers import RunLayers, scan_layers, stack_layers
 from jaxpretrain.models.parameter import fan_in, parameter
+from jaxpretrain.ops.dropout import drop_path, dropout
+
+ENCODER_FIRST_POSITION = 2  # of RoBERTa's table, whose rows 0 and 1 are of no token (fairseq's padding index is 1)
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
-Block = Callable[[dict, jax.Array], jax.Array]  # (one layer's parameters, x_BxTxD) -> x_BxTxD
-RunLayers = Callable[[Block, dict, jax.Array, str], jax.Array]  # (block, stacked parameters, x, their name) -> x
-
-
-def scan_layers(block: Block, layers: dict, x_BxTxD: jax.Array, stack: str = "") -> jax.Array:
-    """One block after the other."""
-    return jax.lax.scan(lambda x, layer: (block(layer, x), None), x_BxTxD, layers)[0]
 
 
 class Transformer(nnx.Module):
-    """Parameters are float32; those of the layers are stacked along a leading `layers` axis."""
+    """Parameters are float32; those of the layers are stacked along a leading `layers` axis.
+
+    An encoder differs in four things: attention goes both ways, norms come after the residual sums and not before the
+    branches, so that the embeddings have one and the last layer needs none, a learned vector is added to all
+    embeddings (BERT's type of the only segment), and masked tokens are predicted through one more layer (`transform`).
+    """
 
     def __init__(self, config: ConfigDict, seq_len: int, key: jax.Array):
         """`config` is the `model` section of the config; `seq_len` sizes a learned position table left at 0."""
@@ -38,14 +40,16 @@ class Transformer(nnx.Module):
         embed_key, position_key, unembed_key, layers_key = jax.random.split(key, 4)
         self.embed = Embedding(c, embed_key, c.vocab_size, "vocab", "embedding")
         if c.positions == "learned":
-            self.position_embed = Embedding(c, position_key, c.max_positions, "position", "position_embedding")
-        self.layers = nnx.vmap(lambda key, i: TransformerBlock(c, key, i))(
-            jax.random.split(layers_key, c.num_layers), jnp.arange(c.num_layers)
-        )
-        for _, leaf in nnx.to_flat_state(nnx.state(self.layers)):
-            leaf.set_metadata("axes", ("layers", *leaf.axes))
-        self.final_norm = Norm(c, c.embed_dim)
-        if not c.tied_embeddings:
+            num_rows = c.max_positions + (ENCODER_FIRST_POSITION if c.family == "encoder" else 0)
+            self.position_embed = Embedding(c, position_key, num_rows, "position", "position_embedding")
+        self.layers = stack_layers(lambda key, i: TransformerBlock(c, key, i), layers_key, c.num_layers)
+        if c.family == "encoder":
+            self.type_embed = Embedding(c, jax.random.fold_in(position_key, 0), 1, "type", "position_embedding")
+            self.embed_norm = Norm(c, c.embed_dim)
+            self.transform = Transform(c, unembed_key)
+        else:
+            self.final_norm = Norm(c, c.embed_dim)
+        if c.family == "encoder" or not c.tied_embeddings:
             self.unembed = Unembedding(c, unembed_key)
 
     def hidden(
@@ -55,55 +59,112 @@ class Transformer(nnx.Module):
         *,
         attend: Attend,
         run_layers: RunLayers = scan_layers,
+        keys_B: jax.Array | None = None,
     ) -> jax.Array:
         """The normalised output of the last layer, [B, T, D]; `unembedding()` turns it into logits.
 
         Args:
-          segment_ids_BxT: documents of a row, numbered from 1; attention and positions stay within each.
-          attend: causal attention of q_BxTxHxK, k_BxTxGxK, v_BxTxGxK and segment_ids.
+          segment_ids_BxT: documents of a row, numbered from 1; attention and positions stay within each. 0 is padding.
+          attend: attention of q_BxTxHxK, k_BxTxGxK, v_BxTxGxK and segment_ids, causal in a decoder.
           run_layers: applies a block for each layer of a stack, given its name too; gathers and recomputes, see
             `parallel/remat.py`.
+          keys_B: a random key for each row where there is dropout (`ops/dropout.py`); None: there is none.
         """
         c = self.config
         positions = document_positions(tokens_BxT.shape[1], segment_ids_BxT)
         x_BxTxD = embedding_lookup(self.embed.embedding[...], tokens_BxT)
         rotary = None
+        if c.family == "encoder":
+            positions += ENCODER_FIRST_POSITION
+            x_BxTxD += self.type_embed.embedding[...]
         if c.positions == "learned":
             x_BxTxD += embedding_lookup(self.position_embed.embedding[...], positions)
         else:
             rotary = rotary_tables(c, positions)
+        if c.family == "encoder":
+            x_BxTxD = self.embed_norm(x_BxTxD)
+        x_BxTxD = dropout(x_BxTxD, c.dropout, keys_B, site=0)
         graphdef, layers = nnx.split(self.layers)
 
-        def block(layer: dict, x_BxTxD: jax.Array) -> jax.Array:
-            return nnx.merge(graphdef, layer)(x_BxTxD, rotary, lambda q, k, v: attend(q, k, v, segment_ids_BxT))
+        def block(layer: dict, x_BxTxD: jax.Array, index: jax.Array) -> jax.Array:
+            def attend_within(q, k, v):
+                return attend(q, k, v, segment_ids_BxT)
 
-        return self.final_norm(run_layers(block, nnx.to_pure_dict(layers), x_BxTxD, "layers"))
+            return nnx.merge(graphdef, layer)(x_BxTxD, attend_within, rotary=rotary, keys_B=keys_B, index=index)
+
+        x_BxTxD = run_layers(block, nnx.to_pure_dict(layers), x_BxTxD, "layers")
+        return x_BxTxD if c.family == "encoder" else self.final_norm(x_BxTxD)
 
     def unembedding(self) -> jax.Array:
-        """[V, D]: logits are hidden @ unembedding.T"""
+        """[V, D]: logits are hidden @ unembedding.T, of an encoder transform(hidden) @ unembedding.T + unembed.bias."""
         return self.embed.embedding[...] if self.config.tied_embeddings else self.unembed.kernel[...]
 
     def __call__(self, tokens_BxT: jax.Array, segment_ids_BxT: jax.Array | None = None, **kwargs) -> jax.Array:
         """Logits, float32 [B, T, V]; arguments as `hidden`."""
         hidden_BxTxD = self.hidden(tokens_BxT, segment_ids_BxT, **kwargs)
-        return jnp.einsum("btd,vd->btv", hidden_BxTxD, self.unembedding(), preferred_element_type=jnp.float32)
+        if self.config.family == "encoder":
+            hidden_BxTxD = self.transform(hidden_BxTxD)
+        logits = jnp.einsum("btd,vd->btv", hidden_BxTxD, self.unembedding(), preferred_element_type=jnp.float32)
+        return logits + self.unembed.bias[...] if self.config.family == "encoder" else logits
 
 
 class TransformerBlock(nnx.Module):
+    """Attention and MLP; norms before both (of decoders and ViT) or after each sum (of encoders)."""
+
     def __init__(self, c: ConfigDict, key: jax.Array, layer: jax.Array):
         attention_key, mlp_key = jax.random.split(key)
-        self.parallel_residual = c.parallel_residual
+        self.config = c
         self.attention_norm = Norm(c, c.embed_dim)
         self.attention = Attention(c, attention_key, layer)
         self.mlp_norm = Norm(c, c.embed_dim)
         self.mlp = MLP(c, mlp_key, layer)
 
-    def __call__(self, x_BxTxD: jax.Array, rotary: tuple | None, attend: Callable) -> jax.Array:
-        attended_BxTxD = self.attention(self.attention_norm(x_BxTxD), rotary, attend)
-        if self.parallel_residual:
-            return x_BxTxD + attended_BxTxD + self.mlp(self.mlp_norm(x_BxTxD))
-        x_BxTxD += attended_BxTxD
-        return x_BxTxD + self.mlp(self.mlp_norm(x_BxTxD))
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        attend: Callable,
+        *,
+        rotary: tuple | None = None,
+        keys_B: jax.Array | None = None,
+        index: jax.Array | int = 0,
+    ) -> jax.Array:
+        """`attend` of queries, keys and values; `keys_B` and the layer's `index` are for dropout only."""
+        c = self.config
+
+        def attention_branch(x_BxTxD):
+            return self._dropped(self.attention(x_BxTxD, rotary, attend), keys_B, index, 0)
+
+        def mlp_branch(x_BxTxD):
+            return self._dropped(self.mlp(x_BxTxD), keys_B, index, 1)
+
+        if c.family == "encoder":
+            x_BxTxD = self.attention_norm(x_BxTxD + attention_branch(x_BxTxD))
+            return self.mlp_norm(x_BxTxD + mlp_branch(x_BxTxD))
+        if c.parallel_residual:
+            return x_BxTxD + attention_branch(self.attention_norm(x_BxTxD)) + mlp_branch(self.mlp_norm(x_BxTxD))
+        x_BxTxD += attention_branch(self.attention_norm(x_BxTxD))
+        return x_BxTxD + mlp_branch(self.mlp_norm(x_BxTxD))
+
+    def _dropped(self, x_BxTxD: jax.Array, keys_B: jax.Array | None, index: jax.Array | int, branch: int) -> jax.Array:
+        c, site = self.config, 1 + 2 * index + branch
+        x_BxTxD = dropout(x_BxTxD, c.dropout, keys_B, site)
+        if not c.drop_path:
+            return x_BxTxD
+        rate = c.drop_path * index / max(c.num_layers - 1, 1)
+        return drop_path(x_BxTxD, rate, keys_B, -site)  # negative: not the keys of dropout
+
+
+class Transform(nnx.Module):
+    """What an encoder does to the hidden state of a masked token before it meets the embeddings (BERT, section A.1)."""
+
+    def __init__(self, c: ConfigDict, key: jax.Array):
+        d = c.embed_dim
+        self.dense = Linear(c, key, 0, (d,), (d,), ("embed",), ("mlp",), "mlp_in", bias=True)
+        self.norm = Norm(c, d)
+        self.activation = _ACTIVATIONS[c.activation]
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        return self.norm(self.activation(self.dense(hidden)))
 
 
 class Attention(nnx.Module):
@@ -199,9 +260,14 @@ class Embedding(nnx.Module):
 
 
 class Unembedding(nnx.Module):
+    """The matrix that gives logits, unless the embeddings are it; an encoder's has a bias."""
+
     def __init__(self, c: ConfigDict, key: jax.Array):
         role = "unembedding"
-        self.kernel = parameter(initial(c, key, (c.vocab_size, c.embed_dim), role), ("vocab", "embed"), role)
+        if not c.tied_embeddings:
+            self.kernel = parameter(initial(c, key, (c.vocab_size, c.embed_dim), role), ("vocab", "embed"), role)
+        if c.family == "encoder":
+            self.bias = parameter(jnp.zeros(c.vocab_size), ("vocab",), "bias")
 
 
 def _gelu(x: jax.Array) -> jax.Array:
@@ -224,6 +290,8 @@ def _resolved(config: ConfigDict, seq_len: int) -> ConfigDict:
     c.head_dim = c.head_dim or c.embed_dim // c.num_heads
     c.mlp_dim = c.mlp_dim or 4 * c.embed_dim
     c.max_positions = c.max_positions or seq_len
+    if c.family == "encoder":  # no choice: it is RoBERTa
+        c.positions, c.tied_embeddings = "learned", True
     c.lock()
     return c
 
@@ -236,6 +304,8 @@ def initial(c: ConfigDict, key: jax.Array, shape: tuple[int, ...], role: str, la
     gpt2: normal, 0.02, residual outputs / sqrt(2L) (Radford et al. 2019, section 2.3).
     llama: torchtitan's: 0.02 truncated; the gated product's `up`, and residual outputs, 0.02 / sqrt(2(layer+1));
       embedding normal(1), unembedding 1/sqrt(D) truncated at 3 standard deviations.
+    normal: 0.02 for every matrix (BERT, RoBERTa).
+    vit: ViT's own: 0.02 for positions, Xavier uniform for the matrices of blocks.
     mitchell: OLMo's: truncated at 3 standard deviations of 1/sqrt(fan-in), residual outputs also
       / sqrt(2(layer+1)); embeddings 1/sqrt(D).
     """
@@ -244,6 +314,13 @@ def initial(c: ConfigDict, key: jax.Array, shape: tuple[int, ...], role: str, la
     if c.init == "gpt_neox":
         std = 2 / (c.num_layers * math.sqrt(d)) if residual_output else math.sqrt(2 / (5 * d))
         return std * jax.random.normal(key, shape)
+    if c.init == "normal":
+        return 0.02 * jax.random.normal(key, shape)
+    if c.init == "vit":
+        if role == "position_embedding":
+            return 0.02 * jax.random.normal(key, shape)
+        num_in = fan_in(shape, role)
+        return jax.nn.initializers.xavier_uniform()(key, (num_in, math.prod(shape) // num_in)).reshape(shape)
     if c.init == "gpt2":
         return 0.02 / (math.sqrt(2 * c.num_layers) if residual_output else 1) * jax.random.normal(key, shape)
     if c.init == "llama":
@@ -313,8 +390,3 @@ def _lookup_backward(residuals, gradient):
 
 
 embedding_lookup.defvjp(_lookup_forward, _lookup_backward)
-
-
-def build(config: ConfigDict) -> Transformer:
-    """The abstract model of a whole config: shapes, axes and roles of every parameter, nothing allocated."""
-    return nnx.eval_shape(lambda: Transformer(config.model, config.seq_len, jax.random.key(0)))

@@ -1,4 +1,4 @@
-"""Causal attention: which implementation runs where (`select`), and running it (`attend`).
+"""Attention: which implementation runs where (`select`), and running it (`attend`).
 
     xla        plain, O(T^2) memory                               anywhere
     blockwise  plain XLA in blocks, O(T) memory                   anywhere
@@ -39,31 +39,37 @@ def attend(
     segment_ids_BxT: jax.Array | None,
     *,
     implementation: str,
+    causal: bool = True,
     block: int = attention_blockwise.BLOCK,
 ) -> jax.Array:
-    """Causal attention within documents -> out_BxTxHxK, in the inputs' dtype; any T.
+    """Attention within documents -> out_BxTxHxK, in the inputs' dtype; any T.
 
-    A query sees the keys at and before its own position that have its segment id (None: all of them).
+    A query sees the keys that have its segment id (None: all of them); a causal one only those at and before its own
+    position. Id 0, padding, is a segment like the others: every query sees itself, so all of the result is finite.
     Scores are scaled by K**-0.5; softmax is in fp32. The result and the residuals that the backward needs
     are marked RESIDUAL_NAME, but for cuDNN: JAX keeps its logsumexp to itself, and the output alone spares nothing.
 
     Args:
+      segment_ids_BxT: at least 0.
       implementation: name from `select`, which knows where it works.
+      causal: False lets queries see what comes after them, as encoders do.
       block: tokens per block, of "blockwise" only.
     """
     arrays = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
     match implementation:
         case "xla":
-            return checkpoint_name(attention_xla.attend(*arrays, segment_ids_BxT), RESIDUAL_NAME)
+            return checkpoint_name(attention_xla.attend(*arrays, segment_ids_BxT, causal=causal), RESIDUAL_NAME)
         case "blockwise":
-            return attention_blockwise.attend(*arrays, segment_ids_BxT, residual_name=RESIDUAL_NAME, block=block)
+            return attention_blockwise.attend(
+                *arrays, segment_ids_BxT, causal=causal, residual_name=RESIDUAL_NAME, block=block
+            )
         case "cudnn":
             assert segment_ids_BxT is None, "select refuses cudnn for documents"
-            return attention_kernels.cudnn(*arrays)
+            return attention_kernels.cudnn(*arrays, causal=causal)
         case "pallas":
-            return attention_kernels.pallas(*arrays, segment_ids_BxT, residual_name=RESIDUAL_NAME)
+            return attention_kernels.pallas(*arrays, segment_ids_BxT, causal=causal, residual_name=RESIDUAL_NAME)
         case "splash":
-            return attention_kernels.splash(*arrays, segment_ids_BxT, residual_name=RESIDUAL_NAME)
+            return attention_kernels.splash(*arrays, segment_ids_BxT, causal=causal, residual_name=RESIDUAL_NAME)
     raise ValueError(f"unknown attention implementation {implementation!r}")
 
 

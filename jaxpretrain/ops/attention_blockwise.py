@@ -1,9 +1,9 @@
-"""Blockwise causal attention in plain XLA: O(T) memory forward and backward, for devices without a kernel.
+"""Blockwise attention in plain XLA: O(T) memory forward and backward, for devices without a kernel.
 
 FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2): softmax over blocks of keys with a running maximum;
 the backward keeps only the output and the logsumexp and recomputes the weights. The loop is one `scan`
-over the pairs of blocks on and below the diagonal, so nothing above it is computed, the program stays
-small at any length and its trip count is known to the compiler.
+over the pairs of blocks: the program stays small at any length and its trip count is known to the compiler.
+Causal attention takes the pairs on and below the diagonal only, so nothing above it is computed.
 
 n blocks of b tokens; N = batch x key-value heads; the R query heads of a key-value head are rows of one
 matrix product, so keys are never repeated.
@@ -24,6 +24,7 @@ def attend(
     v_BxTxGxK: jax.Array,
     segment_ids_BxT: jax.Array | None,
     *,
+    causal: bool,
     residual_name: str,
     block: int = BLOCK,
 ) -> jax.Array:
@@ -33,33 +34,33 @@ def attend(
       residual_name: `checkpoint_name` of the output and logsumexp that the backward reads.
       block: tokens of the largest block; scores of one pair of blocks are in memory at a time.
     """
-    return _attend(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids_BxT, residual_name, block)
+    return _attend(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids_BxT, causal, residual_name, block)
 
 
-def _attend(q, k, v, segment_ids, residual_name, block):
-    return _forward(q, k, v, segment_ids, block)[0]
+def _attend(q, k, v, segment_ids, causal, residual_name, block):
+    return _forward(q, k, v, segment_ids, causal, block)[0]
 
 
-def _attend_fwd(q, k, v, segment_ids, residual_name, block):
-    out, logsumexp = checkpoint_name(_forward(q, k, v, segment_ids, block), residual_name)
+def _attend_fwd(q, k, v, segment_ids, causal, residual_name, block):
+    out, logsumexp = checkpoint_name(_forward(q, k, v, segment_ids, causal, block), residual_name)
     return out, (q, k, v, segment_ids, out, logsumexp)
 
 
-def _attend_bwd(residual_name, block, residuals, d_out):
-    return *_backward(*residuals, d_out, block), None
+def _attend_bwd(causal, residual_name, block, residuals, d_out):
+    return *_backward(*residuals, d_out, causal, block), None
 
 
-_attend = jax.custom_vjp(_attend, nondiff_argnums=(4, 5))
+_attend = jax.custom_vjp(_attend, nondiff_argnums=(4, 5, 6))
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _forward(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids_BxT, block):
+def _forward(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids_BxT, causal, block):
     """-> out_BxTxHxK, logsumexp_BxTxH (fp32, natural, of the scaled scores)."""
     B, T, H, K = q_BxTxHxK.shape
     G = k_BxTxGxK.shape[2]
     n, b = _blocks(T, block)
     q_nxNxRbxK, k_nxNxbxK, v_nxNxbxK = (_split(x, G, n, b) for x in (q_BxTxHxK, k_BxTxGxK, v_BxTxGxK))
-    mask_of = _make_mask(segment_ids_BxT, n, b, G, H // G)
+    mask_of = _make_mask(segment_ids_BxT, causal, T, n, b, G, H // G)
 
     def step(carry, pair):
         (maximum, total, out), (out_nxNxRbxK, logsumexp_nxNxRb) = carry
@@ -67,6 +68,7 @@ def _forward(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids_BxT, block):
         scores = _dot(q_nxNxRbxK[i], k_nxNxbxK[j], 2, 2) * K**-0.5
         scores = jnp.where(mask_of(i, j), scores, _MASKED)
         # A row of blocks starts at its diagonal, where each query sees itself: the maximum is real at once.
+        # (Padding after the end may see nothing where nothing is causal: finite all the same, and `_join` drops it.)
         starts = i == j
         new_maximum = jnp.maximum(jnp.where(starts, _MASKED, maximum), scores.max(-1))
         correction = jnp.where(starts, 0.0, jnp.exp(maximum - new_maximum))
@@ -80,11 +82,13 @@ def _forward(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids_BxT, block):
 
     row = jnp.zeros_like(q_nxNxRbxK[0], jnp.float32)  # zeros_like also takes over the manual axes it varies over
     results = jnp.zeros_like(q_nxNxRbxK), jnp.zeros_like(q_nxNxRbxK[..., 0], jnp.float32)
-    (_, (out, logsumexp)), _ = jax.lax.scan(step, ((row[..., 0], row[..., 0], row), results), _pairs(n))
+    (_, (out, logsumexp)), _ = jax.lax.scan(step, ((row[..., 0], row[..., 0], row), results), _pairs(n, causal))
     return _join(out, B, T, b), _join(logsumexp[..., None], B, T, b)[..., 0]
 
 
-def _backward(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids_BxT, out_BxTxHxK, logsumexp_BxTxH, d_out_BxTxHxK, block):
+def _backward(
+    q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids_BxT, out_BxTxHxK, logsumexp_BxTxH, d_out_BxTxHxK, causal, block
+):
     """-> gradients of q, k and v."""
     B, T, H, K = q_BxTxHxK.shape
     G, dtype = k_BxTxGxK.shape[2], q_BxTxHxK.dtype
@@ -93,7 +97,7 @@ def _backward(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids_BxT, out_BxTxHxK, log
     q, k, v, d_out = (_split(x, G, n, b) for x in (q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, d_out_BxTxHxK))
     k_nxNxKxb = k.swapaxes(2, 3)
     logsumexp, delta = (_split(x[..., None], G, n, b)[..., 0] for x in (logsumexp_BxTxH, delta_BxTxH))
-    mask_of = _make_mask(segment_ids_BxT, n, b, G, H // G)
+    mask_of = _make_mask(segment_ids_BxT, causal, T, n, b, G, H // G)
 
     # Everything is transposed, keys by queries: then no product contracts the rows of both its operands, which XLA
     # for CPUs computes at a third of the speed.
@@ -110,7 +114,7 @@ def _backward(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids_BxT, out_BxTxHxK, log
         return (dq, dk, dv), None
 
     zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (q.swapaxes(2, 3), k, v))
-    (dq_nxNxKxRb, dk, dv), _ = jax.lax.scan(step, zeros, _pairs(n))
+    (dq_nxNxKxRb, dk, dv), _ = jax.lax.scan(step, zeros, _pairs(n, causal))
     return tuple(_join(x.astype(dtype), B, T, b) for x in (dq_nxNxKxRb.swapaxes(2, 3), dk, dv))
 
 
@@ -121,22 +125,26 @@ def _blocks(T: int, block: int) -> tuple[int, int]:
     return n, b if n == 1 else -(-b // 8) * 8  # 8: rows of a TPU's vector register
 
 
-def _pairs(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """(query block, key block), row by row, each from the diagonal to the left."""
-    pairs = [(i, j) for i in range(n) for j in range(i, -1, -1)]
+def _pairs(n: int, causal: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(query block, key block), row by row, each from the diagonal to the left and then, if not causal, the right."""
+    pairs = [(i, j) for i in range(n) for j in (*range(i, -1, -1), *range(i + 1, 0 if causal else n))]
     return tuple(np.array(pairs, np.int32).T)
 
 
-def _make_mask(segment_ids_BxT, n, b, G, R):
-    """-> mask_of(i, j), bool, broadcasts to N x Rb x b. Padding after the end is masked by causality."""
-    rows, columns = np.tile(np.arange(b), R)[:, None], np.arange(b)
+def _make_mask(segment_ids_BxT, causal, T, n, b, G, R):
+    """-> mask_of(i, j), bool, broadcasts to N x Rb x b. No query before the end sees the padding after it."""
+    rows, columns = np.tile(np.arange(b), R)[:, None], np.arange(b)[None]
+
+    def visible(i, j):
+        return i * b + rows >= j * b + columns if causal else j * b + columns < T
+
     if segment_ids_BxT is None:
-        return lambda i, j: i * b + rows >= j * b + columns
+        return visible
     ids_nxNxb = _split(jnp.repeat(segment_ids_BxT[:, :, None, None], G, axis=2), G, n, b)[..., 0]
 
     def mask_of(i, j):
         same = jnp.tile(ids_nxNxb[i], R)[:, :, None] == ids_nxNxb[j][:, None, :]
-        return same & (i * b + rows >= j * b + columns)
+        return same & visible(i, j)
 
     return mask_of
 

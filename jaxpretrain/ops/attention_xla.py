@@ -1,11 +1,16 @@
-"""Plain causal attention: two batched matrix products around a softmax, O(T^2) memory."""
+"""Plain attention: two batched matrix products around a softmax, O(T^2) memory."""
 
 import jax
 import jax.numpy as jnp
 
 
 def attend(
-    q_BxTxHxK: jax.Array, k_BxTxGxK: jax.Array, v_BxTxGxK: jax.Array, segment_ids_BxT: jax.Array | None
+    q_BxTxHxK: jax.Array,
+    k_BxTxGxK: jax.Array,
+    v_BxTxGxK: jax.Array,
+    segment_ids_BxT: jax.Array | None,
+    *,
+    causal: bool,
 ) -> jax.Array:
     """Shapes, masks and numerics of `attention.attend`.
 
@@ -21,7 +26,9 @@ def attend(
     scores_NxRTxT = jax.lax.dot_general(
         q_NxRTxK, k_NxTxK, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
     )
-    mask = jnp.tril(jnp.ones((T, T), bool))
+    mask = jnp.ones((T, T), bool)
+    if causal:
+        mask = jnp.tril(mask)
     if segment_ids_BxT is not None:
         mask = mask & (segment_ids_BxT[:, None, None, :, None] == segment_ids_BxT[:, None, None, None, :])
     scores_BxGxRxTxT = jnp.where(mask, scores_NxRTxT.reshape(B, G, H // G, T, T) * K**-0.5, -jnp.inf)

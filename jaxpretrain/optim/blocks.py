@@ -20,7 +20,7 @@ VARIANTS = {
     "slim": "fan_out with a block per output of queries and keys, and norms as Adam: SlimAdam's rule (the same paper)",
     "per_tensor": "one block for every parameter of a layer",
 }
-_VECTORS = ("bias", "ssm_a_log", "ssm_d")  # may have no inputs that are summed over
+_VECTORS = ("bias", "ssm_a_log", "ssm_d", "ssm_dt_bias")  # may have no inputs that are summed over
 _MLP = ("mlp_in", "mlp_gate", "mlp_out")
 
 

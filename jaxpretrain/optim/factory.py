@@ -142,7 +142,7 @@ def _adafactor(config: ConfigDict, schedule: optax.Schedule, infos: dict) -> lis
     c = config.optimizer
     decays = jax.tree.map(lambda info: info.role not in c.no_decay, infos)
     steps = [
-        _as_matrices(optax.scale_by_factored_rms(min_dim_size_to_factor=_MIN_FACTORED), infos),
+        _scale_by_factored_rms(infos),
         _each_alone(optax.clip_by_block_rms(1.0), infos),
         optax.scale_by_learning_rate(schedule, flip_sign=False),
         _each_alone(optax.scale_by_param_block_rms(), infos),
@@ -210,8 +210,9 @@ def _scale_by_sm3(b1: float, eps: float, infos: dict) -> optax.GradientTransform
     return optax.GradientTransformation(init, update)
 
 
-def _as_matrices(tx: optax.GradientTransformation, infos: dict) -> optax.GradientTransformation:
-    """`tx` on parameters seen as [stacked dims, inputs, outputs], so that a head's few dims do not count as a side."""
+def _scale_by_factored_rms(infos: dict) -> optax.GradientTransformation:
+    """optax.scale_by_factored_rms, each layer alone, seen as [inputs, outputs]: a head's few dims are no side."""
+    rms = optax.scale_by_factored_rms(min_dim_size_to_factor=_MIN_FACTORED)
 
     def view(info: Info, x: jax.Array) -> jax.Array:
         own, inputs = own_dims(info.axes), fan_in_dims(info.axes, info.role)
@@ -222,11 +223,27 @@ def _as_matrices(tx: optax.GradientTransformation, infos: dict) -> optax.Gradien
             return x
         return x.reshape(*x.shape[: x.ndim - len(own)], *sides)
 
-    def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        viewed, state = tx.update(jax.tree.map(view, infos, updates), state, jax.tree.map(view, infos, params))
-        return jax.tree.map(lambda u, like: u.reshape(like.shape), viewed, updates), state
+    def pick(results: Any, i: int) -> Any:
+        return jax.tree.map(lambda _, result: result[i], infos, results)
 
-    return optax.GradientTransformation(lambda params: tx.init(jax.tree.map(view, infos, params)), update)
+    def init(params: Any) -> optax.FactoredState:
+        states = jax.tree.map(lambda info, p: tuple(_over_stacked(rms.init, info)(view(info, p))), infos, params)
+        return optax.FactoredState(*(pick(states, i) for i in range(len(optax.FactoredState._fields))))
+
+    def update(updates: Any, state: optax.FactoredState, params: Any) -> tuple[Any, optax.FactoredState]:
+        def one(update: jax.Array, param: jax.Array, *fields: jax.Array) -> tuple:
+            update, new = rms.update(update, optax.FactoredState(*fields), param)
+            return update, *new
+
+        def leaf(info: Info, update: jax.Array, param: jax.Array, *fields: jax.Array) -> tuple:
+            scaled, *new = _over_stacked(one, info)(view(info, update), view(info, param), *fields)
+            return scaled.reshape(update.shape), *new
+
+        results = jax.tree.map(leaf, infos, updates, params, *state)
+        updates, *fields = (pick(results, i) for i in range(1 + len(optax.FactoredState._fields)))
+        return updates, optax.FactoredState(*fields)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _each_alone(tx: optax.GradientTransformation, infos: dict) -> optax.GradientTransformation:

@@ -18,13 +18,12 @@ def make_mesh(
         over those of one replica.
       tensor: `parallel.tensor`, neighbouring devices that share the matrices of a layer.
       replicas: `parallel.replicas`, of hsdp; 0: one per host, or, on one host, the smallest number that divides the
-        devices.
+        devices and leaves several for each. Where none does there is one replica, as in fsdp.
 
     Raises ValueError for numbers that do not divide the devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    if len(devices) % tensor:
-        raise ValueError(f"parallel.tensor={tensor} does not divide {len(devices)} devices; set a divisor of them")
+    _check_divides("parallel.tensor", tensor, len(devices), "devices")
     num_data = len(devices) // tensor
     if strategy == "ddp":
         replicas = num_data
@@ -33,17 +32,20 @@ def make_mesh(
     elif replicas == 0:
         num_hosts = len({device.process_index for device in devices})
         first = num_hosts if num_hosts > 1 else 2
-        replicas = next((n for n in range(first, num_data + 1) if num_data % n == 0), 1)
-    if num_data % replicas:
-        raise ValueError(
-            f"parallel.replicas={replicas} does not divide the {num_data} data-parallel devices; set a divisor of them"
-        )
+        replicas = next((n for n in range(first, num_data) if num_data % n == 0), 1)
+    _check_divides("parallel.replicas", replicas, num_data, "data-parallel devices")
     return jax.make_mesh(
         (replicas, num_data // replicas, tensor),
         (*DATA_AXES, "tensor"),
         axis_types=(AxisType.Auto,) * 3,
         devices=devices,
     )
+
+
+def _check_divides(key: str, value: int, count: int, what: str) -> None:
+    if count % value:
+        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise ValueError(f"{key}={value} does not divide {count} {what}; set one of {divisors}")
 
 
 def num_data_shards(mesh: Mesh) -> int:
@@ -54,8 +56,10 @@ def rows_per_shard(batch_size: int, mesh: Mesh) -> int:
     """Sequences of a global batch on each data shard. Raises ValueError if they do not divide."""
     num_shards = num_data_shards(mesh)
     if batch_size % num_shards:
+        num_tensor = mesh.shape["tensor"]
+        what = "devices" if num_tensor == 1 else f"groups of {num_tensor} devices"
         raise ValueError(
-            f"batch_size={batch_size} does not divide over {num_shards} devices; "
+            f"batch_size={batch_size} does not divide over {num_shards} {what}; "
             f"try {-(-batch_size // num_shards) * num_shards}"
         )
     return batch_size // num_shards

@@ -5,7 +5,7 @@
   none         the results of matrix multiplications, attention and sums are kept, so none is computed twice;
                elementwise work is, and sharded parameters are gathered again
   full         only the input of each layer is kept
-  full:K       full for K of the layers, evenly spread, none for the others
+  full:K       full for the first K layers of a stack, none for the others
   dots         the results of products with parameters are kept; those of attention are computed again
   names:a+b    what the model marks with these names (`checkpoint_name`) is kept
   offload:a+b  the same, in pinned host memory: copied there in the forward, and back in the backward
@@ -13,14 +13,15 @@
 """
 
 import difflib
-import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpretrain.ops.attention import RESIDUAL_NAME
 from jaxpretrain.parallel.strategies import Strategy
 
 BLOCK_INPUT = "block_input"  # the `checkpoint_name` of x at the beginning of a layer
@@ -31,12 +32,12 @@ BLOCK_INPUT = "block_input"  # the `checkpoint_name` of x at the beginning of a 
 # operation marks with `checkpoint_name` is kept, else the loop of blockwise attention would run again.
 _RECOMPUTED = frozenset(
     "all_gather copy reshape broadcast_in_dim transpose concatenate slice pad convert_element_type select_n "
-    "add sub mul div neg max min square integer_pow exp erf erfc tanh logistic rsqrt sqrt sharding_constraint".split()
+    "add sub mul div neg max min square integer_pow exp log1p erf erfc tanh logistic rsqrt sqrt sharding_constraint".split()
 )
 
 
 def layer_runner(strategy: Strategy, remat: str, scan_layers: bool) -> Callable:
-    """`run_layers(block, layers, x, stack)`: applies `block(layer, x) -> x` to each layer of the stack of this name.
+    """`run_layers(block, layers, x, stack)`: applies `block(layer, x, index) -> x` to each layer of the named stack.
 
     Each layer's parameters are gathered, and `remat` (see above) says what is kept of it. Without `scan_layers` the
     loop over layers is unrolled. When it is traced it raises ValueError for a name that nothing in the block has, and
@@ -45,68 +46,57 @@ def layer_runner(strategy: Strategy, remat: str, scan_layers: bool) -> Callable:
     kind, _, argument = remat.partition(":")
 
     def run_layers(block: Callable, layers: Any, x: jax.Array, stack: str) -> jax.Array:
-        def gathered(layer: Any, x: jax.Array) -> jax.Array:
+        def gathered(indexed: tuple[Any, jax.Array], x: jax.Array) -> jax.Array:
+            layer, index = indexed
             if kind in ("names", "offload"):  # elsewhere a name for what is kept anyway could only mislead
                 x = checkpoint_name(x, BLOCK_INPUT)
-            return strategy.split_sequence(block(strategy.gather_layer(layer, stack), x))
+            return strategy.split_sequence(block(strategy.gather_layer(layer, stack), x, index))
 
         num_layers = jax.tree.leaves(layers)[0].shape[0]
+        layers = layers, jnp.arange(num_layers)
         if kind in ("names", "offload"):
             one = jax.tree.map(lambda p: p[0], layers)
             _check_names(remat, (argument or BLOCK_INPUT).split("+"), _names_in(gathered, one, x))
-        policies = _policies(kind, argument, num_layers)
-        num_groups = num_layers // len(policies)
-        # Within a loop the forward and the backward are separate: there is nothing to common up.
-        prevent_cse = not scan_layers or num_groups == 1
-        run_layer = [jax.checkpoint(gathered, policy=policy, prevent_cse=prevent_cse) for policy in policies]
-
-        def group(x: jax.Array, layers: Any) -> tuple[jax.Array, None]:
-            for i, run in enumerate(run_layer):
-                x = run(jax.tree.map(lambda p, i=i: p[i], layers), x)
-            return x, None
-
-        def single(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-            return run_layer[0](layer, x), None
-
-        if len(policies) == 1:
-            body = single  # the gradient of an index would be a copy
-        else:
-            body = group
-            layers = jax.tree.map(lambda p: p.reshape(num_groups, len(policies), *p.shape[1:]), layers)
-        return jax.lax.scan(body, strategy.split_sequence(x), layers, unroll=1 if scan_layers else num_groups)[0]
+        x = strategy.split_sequence(x)
+        for policy, first, last in _stretches(kind, argument, num_layers, stack):
+            # Within a loop the forward and the backward are separate: there is nothing to common up.
+            prevent_cse = not scan_layers or last - first == 1
+            run = jax.checkpoint(gathered, policy=policy, prevent_cse=prevent_cse)
+            part = layers if last - first == num_layers else jax.tree.map(lambda p, i=first, j=last: p[i:j], layers)
+            unroll = 1 if scan_layers else last - first
+            x, _ = jax.lax.scan(lambda x, layer, run=run: (run(layer, x), None), x, part, unroll=unroll)
+        return x
 
     return run_layers
 
 
-def _policies(kind: str, argument: str, num_layers: int) -> list[Callable]:
-    """What is kept of each layer of a group; the groups follow each other through the stack."""
+def _stretches(kind: str, argument: str, num_layers: int, stack: str) -> list[tuple[Callable, int, int]]:
+    """(what is kept, first layer, layer after the last) of the stretches that follow each other through a stack."""
     policies = jax.checkpoint_policies
+    if kind == "full" and argument:
+        num_full = int(argument)
+        if num_full > num_layers:
+            raise ValueError(f"parallel.remat=full:{num_full}: {stack} of the model has {num_layers}; set full")
+        # The first ones: what the others keep is gone when the backward comes to them.
+        stretches = [(policies.nothing_saveable, 0, num_full), (_keep_expensive, num_full, num_layers)]
+        return [(policy, first, last) for policy, first, last in stretches if first < last]
     match kind:
         case "none":
-            return [_keep_expensive]
-        case "full" if argument:
-            num_full = int(argument)
-            if num_full > num_layers:
-                raise ValueError(f"parallel.remat=full:{num_full}: the model has {num_layers} layers; set full")
-            num_groups = math.gcd(num_full, num_layers)
-            rest = (num_layers - num_full) // num_groups
-            return [policies.nothing_saveable] * (num_full // num_groups) + [_keep_expensive] * rest
+            policy = _keep_expensive
         case "full":
-            return [policies.nothing_saveable]
+            policy = policies.nothing_saveable
         case "dots":
-            return [policies.dots_with_no_batch_dims_saveable]
+            policy = policies.dots_with_no_batch_dims_saveable
         case "names":
-            return [policies.save_only_these_names(*argument.split("+"))]
+            policy = policies.save_only_these_names(*argument.split("+"))
         case "offload":
-            return [
-                policies.save_and_offload_only_these_names(
-                    names_which_can_be_saved=[],
-                    names_which_can_be_offloaded=(argument or BLOCK_INPUT).split("+"),
-                    offload_src="device",
-                    offload_dst="pinned_host",
-                )
-            ]
-    raise AssertionError(kind)
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=(argument or BLOCK_INPUT).split("+"),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+    return [(policy, 0, num_layers)]
 
 
 def _keep_expensive(primitive, *_, **__) -> bool:
@@ -124,6 +114,8 @@ def _check_names(remat: str, names: list[str], known: list[str]) -> None:
         if name not in known:
             match = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {match[0]!r}? " if match else ""
+            if name == RESIDUAL_NAME and "attention_projected" in known:
+                hint = "cuDNN keeps what it needs to itself, so set kernels.attention=pallas, or take another: "
             raise ValueError(
-                f"parallel.remat={remat}: nothing in this model is marked {name!r}; {hint}There are {', '.join(known)}"
+                f"parallel.remat={remat}: nothing in this model is marked {name!r}; {hint}there are {', '.join(known)}"
             )

@@ -17,6 +17,7 @@ arXiv 1909.08053 and 2205.05198).
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,9 +30,9 @@ from jaxpretrain.parallel.mesh import DATA_AXES
 
 NAMES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 # Roles that stay in float32 in the compute copy: tiny, and only ever used in float32.
-_FLOAT32_ROLES = ("norm_scale",)
+_FLOAT32_ROLES = ("norm_scale", "ssm_a_log", "ssm_d", "ssm_dt_bias")
 # Axes that `tensor` splits, as every output of them needs all of the other axes only.
-_TENSOR_AXES = ("heads", "kv_heads", "mlp", "vocab")
+_TENSOR_AXES = ("heads", "kv_heads", "mlp", "ssm_channels", "vocab")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +75,23 @@ class Strategy:
     def _without_fsdp(self, gathered: bool) -> Any:
         return jax.tree.map(lambda spec: _only(spec, ("tensor",)) if gathered else spec, self.specs)
 
-    def unsharded(self, params: Any) -> dict[str, int]:
-        """Path -> bytes of the parameters that every device holds whole as none of their dims divides."""
-        if self.mesh.shape["fsdp"] == 1:
-            return {}
-        leaves = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(self.specs), strict=True)
-        return {
-            jax.tree_util.keystr(path, simple=True, separator="."): param.size * param.dtype.itemsize
-            for (path, param), spec in leaves
-            if "fsdp" not in spec
-        }
+    def unsharded(self, infos: Any, params: Any) -> dict[str, int]:
+        """Path -> bytes on each device of the parameters that `fsdp`, or `tensor`, would split if a dim divided.
+
+        Args:
+          infos, params: of the model; the second of arrays or jax.ShapeDtypeStruct with shardings.
+        """
+        num_shards, num_tensor = self.mesh.shape["fsdp"], self.mesh.shape["tensor"]
+        found = {}
+        leaves = zip(
+            jax.tree_util.tree_leaves_with_path(params), *map(jax.tree.leaves, (infos, self.specs)), strict=True
+        )
+        for (path, param), info, spec in leaves:
+            should_split = num_tensor > 1 and any(axis in _TENSOR_AXES for axis in info.axes)
+            if (num_shards > 1 and "fsdp" not in spec) or (should_split and "tensor" not in spec):
+                shard = param.sharding.shard_shape(param.shape)
+                found[jax.tree_util.keystr(path, simple=True, separator=".")] = math.prod(shard) * param.dtype.itemsize
+        return found
 
     def state_shardings(self, state: Any, params: Any) -> Any:
         """A NamedSharding for each leaf of a state that holds parameters and what optimizers and averages keep of them.

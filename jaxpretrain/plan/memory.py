@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from jaxpretrain.models import transformer
+from jaxpretrain.models import registry
 from jaxpretrain.models.parameter import Info, infos
 from jaxpretrain.parallel.offload import on_host
 from jaxpretrain.parallel.strategies import make_strategy
@@ -24,17 +24,19 @@ class StateBytes:
     optimizer: int
     averages: int
     gradients: int  # float32, accumulated over micro-batches
+    micro_batch_gradients: int  # of one of them, in compute precision, before they are accumulated
     compute_copy: int  # the parameters in compute precision, as they stay during a step
+    undonated: int  # the first three again, where `parallel.donate` is False
     host: int  # of the first three, in the host's memory
 
     @property
     def device(self) -> int:
-        return self.params + self.optimizer + self.averages + self.gradients + self.compute_copy - self.host
+        return sum(dataclasses.astuple(self)) - 2 * self.host
 
 
 def state_bytes(config: ConfigDict, mesh: Mesh) -> StateBytes:
     """Of a checked config on a mesh from `make_mesh`."""
-    model_infos = infos(transformer.build(config))
+    model_infos = infos(registry.build(config))
     strategy = make_strategy(config.parallel.strategy, model_infos, mesh, jnp.dtype(config.precision.compute))
     state = abstract_state(config, mesh)
 
@@ -44,13 +46,18 @@ def state_bytes(config: ConfigDict, mesh: Mesh) -> StateBytes:
 
         return _total(jax.tree.map(leaf, model_infos, specs, dtypes))
 
+    parts = {"params": state.params, "optimizer": state.opt_state, "averages": state.averages}
+    sizes = {name: _total(part) for name, part in parts.items()}
+    host = _total([leaf for leaf in jax.tree.leaves(state) if on_host(leaf.sharding)])
+    # What a copy is gathered as, its gradient comes as: whole, or sharded where layers are gathered one by one.
+    compute_copy = during_step(strategy.copy_specs, strategy.dtypes)
     return StateBytes(
-        params=_total(state.params),
-        optimizer=_total(state.opt_state),
-        averages=_total(state.averages),
+        **sizes,
         gradients=during_step(strategy.gradient_specs, jax.tree.map(lambda _: jnp.dtype(jnp.float32), model_infos)),
-        compute_copy=during_step(strategy.copy_specs, strategy.dtypes),
-        host=_total([leaf for leaf in jax.tree.leaves(state) if on_host(leaf.sharding)]),
+        micro_batch_gradients=compute_copy,
+        compute_copy=compute_copy,
+        undonated=0 if config.parallel.donate else sum(sizes.values()) - host,
+        host=host,
     )
 
 

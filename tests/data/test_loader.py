@@ -4,10 +4,11 @@ import time
 import numpy as np
 import pytest
 
+from jaxpretrain.data.dataset import Dataset
 from jaxpretrain.data.loader import Loader
 
 
-class Steps:
+class Steps(Dataset):
     """A dataset whose batch of step i is i, and that fails where told to."""
 
     def __init__(self, read_ahead=1, fail_at=None):

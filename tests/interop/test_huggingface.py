@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpretrain import config as config_lib
 from jaxpretrain.interop import huggingface, huggingface_config
-from jaxpretrain.models import transformer
+from jaxpretrain.models import registry
 from jaxpretrain.models.parameter import infos
 
 PYTHIA_70M = dict(
@@ -131,7 +131,7 @@ def test_both_words_for_rotary_are_written(tmp_path, family, scaling):
 @pytest.mark.parametrize(
     "base, change, words",
     [
-        (PYTHIA_70M, dict(model_type="mamba"), "model_type='mamba'"),
+        (PYTHIA_70M, dict(model_type="mamba2"), "model_type='mamba2'"),
         (PYTHIA_70M, dict(hidden_act="relu"), "hidden_act='relu'"),
         (PYTHIA_70M, dict(hidden_size=510), "hidden_size=510"),
         (PYTHIA_70M, dict(intermediate_size=None), "intermediate_size is missing"),
@@ -171,7 +171,7 @@ def random_params(config) -> dict:
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda info: rng.standard_normal(info.shape, np.float32),
-        infos(transformer.build(config)),
+        infos(registry.build(config)),
         is_leaf=lambda x: hasattr(x, "axes"),
     )
 

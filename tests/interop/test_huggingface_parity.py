@@ -16,7 +16,7 @@ from flax import nnx, traverse_util
 from jaxpretrain import config as config_lib
 from jaxpretrain.checkpoint import Checkpoints
 from jaxpretrain.interop import huggingface
-from jaxpretrain.models import transformer
+from jaxpretrain.models import registry
 from jaxpretrain.ops import attention
 from jaxpretrain.parallel.mesh import make_mesh
 from jaxpretrain.step import make_train_step, weights
@@ -151,7 +151,7 @@ class Ours:
         config_lib.check(self.config)
         self.params = huggingface.load_params(folder, self.config)
         attend = functools.partial(attention.attend, implementation="xla")
-        graphdef, _ = nnx.split(transformer.build(self.config))
+        graphdef, _ = nnx.split(registry.build(self.config))
 
         def logits(params, tokens_BxT, segment_ids_BxT=None):
             model = nnx.merge(graphdef, params)

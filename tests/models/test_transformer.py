@@ -11,7 +11,7 @@ from flax import nnx, traverse_util
 
 from jaxpretrain import config as config_lib
 from jaxpretrain import losses
-from jaxpretrain.models import parameter, transformer
+from jaxpretrain.models import parameter, registry, transformer
 from jaxpretrain.ops import attention
 from jaxpretrain.parallel.mesh import make_mesh
 from jaxpretrain.parallel.remat import layer_runner
@@ -109,7 +109,7 @@ def family(request):
 
 
 def runner(config, remat="none", scan_layers=True):
-    model_infos = parameter.infos(transformer.build(config))
+    model_infos = parameter.infos(registry.build(config))
     strategy = make_strategy("ddp", model_infos, make_mesh("ddp", jax.devices()[:1]), jnp.float32)
     return layer_runner(strategy, remat, scan_layers)
 
@@ -131,9 +131,8 @@ def test_remat_changes_nothing(family, remat):
 
 @pytest.mark.parametrize("remat", ["none", "full:2"])
 @pytest.mark.parametrize("scan_layers", [True, False])
-def test_groups_of_layers_keep_their_order(remat, scan_layers):
-    """Of six layers, two of which are recomputed. Fails if groups are interleaved (tried: reshape to [period, groups],
-    transposed)."""
+def test_stretches_of_layers_keep_their_order(remat, scan_layers):
+    """Of six layers, two of which are recomputed. Fails if the second stretch comes first (tried)."""
     config = family_config(next(iter(_FAMILIES)))
     config.model.num_layers = 6
     expected = loss_and_gradients(config)
@@ -144,8 +143,8 @@ def test_groups_of_layers_keep_their_order(remat, scan_layers):
     ("remat", "message"),
     [
         ("names:atention", r"names:atention: nothing in this model is marked 'atention'; did you mean 'attention'\?"),
-        ("offload:mlp_up+nothing", "offload:mlp_up.nothing: nothing in this model is marked 'nothing'; There are "),
-        ("full:99", "full:99: the model has [0-9]+ layers; set full"),
+        ("offload:mlp_up+nothing", "offload:mlp_up.nothing: nothing in this model is marked 'nothing'; there are "),
+        ("full:99", "full:99: layers of the model has [0-9]+; set full"),
     ],
 )
 def test_remat_of_what_is_not_there(remat, message):
@@ -248,7 +247,7 @@ def test_rotary_is_a_rotation_of_pairs(rotary):
 
 
 def flat_infos(config):
-    return traverse_util.flatten_dict(parameter.infos(transformer.build(config)), sep=".")
+    return traverse_util.flatten_dict(parameter.infos(registry.build(config)), sep=".")
 
 
 @pytest.mark.parametrize("name", _FAMILIES)

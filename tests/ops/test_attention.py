@@ -17,19 +17,24 @@ IMPLEMENTATIONS = {
     "pallas": functools.partial(attention_kernels.pallas, residual_name="attention", interpret=True),
     "splash": functools.partial(attention_kernels.splash, residual_name="attention", interpret=True),
 }
-LENGTHS = (1, 64, 127, 192, 513)
+LENGTHS = {True: (1, 64, 127, 192, 513), False: (1, 3, 65, 197, 512)}  # causal: ...; 197: ViT, 512: RoBERTa
 SHAPES = ((2, 2, 64), (4, 2, 80), (3, 1, 128), (2, 2, 256))  # H, G, K
 
 
 def _cases():
-    """(implementation, T, H, G, K, segmented). Quick: every length with and without documents in xla and blockwise."""
-    for name in IMPLEMENTATIONS:
-        for index, (T, segmented) in enumerate(itertools.product(LENGTHS, (False, True))):
+    """(implementation, T, H, G, K, segmented, causal).
+
+    Quick: every length with and without documents in xla (causal) and blockwise; elsewhere one of each.
+    """
+    for name, causal in itertools.product(IMPLEMENTATIONS, (True, False)):
+        for index, (T, segmented) in enumerate(itertools.product(LENGTHS[causal], (False, True))):
             for shape in SHAPES:
-                quick = T == 192 and segmented and shape == SHAPES[1] or T == 1 and not segmented and shape == SHAPES[0]
-                if name in ("xla", "blockwise"):
+                quick = (T, segmented, shape) in ((192, True, SHAPES[1]), (1, False, SHAPES[0]))
+                if not causal:
+                    quick = (T, segmented, shape) in ((197, True, SHAPES[1]), (3, False, SHAPES[0]))
+                if name == "blockwise" or name == "xla" and causal:
                     quick = shape == SHAPES[(index + index // 4) % 4]
-                yield pytest.param(name, T, *shape, segmented, marks=() if quick else pytest.mark.slow)
+                yield pytest.param(name, T, *shape, segmented, causal, marks=() if quick else pytest.mark.slow)
 
 
 def _inputs(T, H, G, K, segmented, B=2):
@@ -40,10 +45,10 @@ def _inputs(T, H, G, K, segmented, B=2):
     return q, k, v, d_out, segment_ids if segmented else None
 
 
-def _numpy_attention(q, k, v, d_out, segment_ids):
+def _numpy_attention(q, k, v, d_out, segment_ids, causal=True):
     """Output and gradients of q, k, v, by the textbook formulas in float64, with keys repeated for each query head."""
     T, H, K, G = *q.shape[1:], k.shape[2]
-    mask = np.tril(np.ones((T, T), bool))
+    mask = np.tril(np.ones((T, T), bool)) if causal else np.ones((T, T), bool)
     if segment_ids is not None:
         mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     k_H, v_H = (np.repeat(x, H // G, axis=2) for x in (k, v))
@@ -64,9 +69,9 @@ def _numpy_attention(q, k, v, d_out, segment_ids):
     )
 
 
-@functools.partial(jax.jit, static_argnames="attend")
-def _output_and_gradients(attend, q, k, v, d_out, segment_ids):
-    out, backward = jax.vjp(lambda q, k, v: attend(q, k, v, segment_ids), q, k, v)
+@functools.partial(jax.jit, static_argnames=("attend", "causal"))
+def _output_and_gradients(attend, q, k, v, d_out, segment_ids, causal=True):
+    out, backward = jax.vjp(lambda q, k, v: attend(q, k, v, segment_ids, causal=causal), q, k, v)
     return out, *backward(d_out)
 
 
@@ -77,17 +82,21 @@ def _assert_close(actual, expected, tolerance):
         assert error <= tolerance * max(1.0, np.abs(y).max()), f"{name}: {error}"
 
 
-@pytest.mark.parametrize("name, T, H, G, K, segmented", list(_cases()))
-def test_equals_numpy(name, T, H, G, K, segmented):
+@pytest.mark.parametrize("name, T, H, G, K, segmented, causal", list(_cases()))
+def test_equals_numpy(name, T, H, G, K, segmented, causal):
     """Seen to fail with these changes.
 
     xla: no K**-0.5. blockwise: `total * correction` -> `total`; no `- delta[i]`; `_pairs` without the diagonal's
     restart (`starts = False`). pallas: sm_scale=1. splash: q not scaled. Both: segment_ids not passed on.
+
+    Not causal: xla with `if True:` before `tril`; blockwise with `T` -> `n * b` in `visible`, with `0` in place of
+    `0 if causal else n` in `_pairs`, and with `starts = j == n - 1`, at which a row ends; pallas with `causal=True`;
+    splash with CausalMask; both with `constant_values=1`, a document's id, and with None for segment ids of None.
     """
     *arrays, segment_ids = _inputs(T, H, G, K, segmented)
     arrays32 = [np.float32(x) for x in arrays]
-    expected = _numpy_attention(*(np.float64(x) for x in arrays32), segment_ids)
-    actual = _output_and_gradients(IMPLEMENTATIONS[name], *arrays32, segment_ids)
+    expected = _numpy_attention(*(np.float64(x) for x in arrays32), segment_ids, causal)
+    actual = _output_and_gradients(IMPLEMENTATIONS[name], *arrays32, segment_ids, causal)
     _assert_close(actual, expected, 1e-5)
 
 
@@ -148,7 +157,7 @@ def test_named_residuals_spare_the_second_forward(name):
     attend = IMPLEMENTATIONS[name]
 
     def num_calls(policy):
-        block = jax.checkpoint(lambda x: attend(x, x, x, None).sum(), policy=policy)
+        block = jax.checkpoint(lambda x: attend(x, x, x, None, causal=True).sum(), policy=policy)
         jaxpr, _ = partial_eval.dce_jaxpr(jax.make_jaxpr(jax.value_and_grad(block))(x).jaxpr, [True, True])
         text = str(jaxpr)
         return text.count("scan[") if name == "blockwise" else text.count("pallas_call[")
@@ -177,7 +186,7 @@ def test_inside_shard_map(name, check_vma):
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma)
     def sharded(q, k, v, d_out, segment_ids):
         def out_of_two_layers(q, k, v):
-            layer = jax.checkpoint(lambda x, _: (x + attend(x, k, v, segment_ids), None))
+            layer = jax.checkpoint(lambda x, _: (x + attend(x, k, v, segment_ids, causal=True), None))
             return jax.lax.scan(layer, q, length=2)[0]
 
         out, backward = jax.vjp(out_of_two_layers, q, k, v)
@@ -192,15 +201,33 @@ def test_inside_shard_map(name, check_vma):
     _assert_close(sharded(*arrays, segment_ids), expected, 2e-5)
 
 
-def test_attend_runs_what_is_named():
-    q, k, v, _, segment_ids = _inputs(70, 4, 2, 64, segmented=True)
+@pytest.mark.parametrize("implementation", ("xla", "blockwise", "cudnn", "pallas", "splash"))
+def test_attend_runs_what_is_named(implementation, monkeypatch):
+    """Causal unless told otherwise. What cuDNN would be asked for, JAX's own implementation in XLA computes.
+
+    Seen to fail with `causal=True` in place of `causal=causal` in each case of `attend`, and in `cudnn` with `lengths`
+    of the padded sequence (`jnp.full(B, q.shape[1], ...)`).
+    """
+    for kernel in ("pallas", "splash"):
+        interpreted = functools.partial(getattr(attention_kernels, kernel), interpret=True)
+        monkeypatch.setattr(attention_kernels, kernel, interpreted)
+    dot_product_attention = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *arrays, implementation, **options: dot_product_attention(*arrays, implementation="xla", **options),
+    )
+    q, k, v, _, segment_ids = _inputs(70, 4, 2, 64, segmented=implementation != "cudnn")
     arrays = [np.float32(x) for x in (q, k, v)]
-    expected = _numpy_attention(q, k, v, q, segment_ids)[0]
-    for implementation in ("xla", "blockwise"):
-        actual = attention.attend(*arrays, segment_ids, implementation=implementation)
-        assert np.abs(actual - expected).max() < 1e-5
+    for options in ({}, {"causal": False}):
+        expected = _numpy_attention(q, k, v, q, segment_ids, **options)[0]
+        attend = jax.jit(functools.partial(attention.attend, implementation=implementation, **options))
+        assert np.abs(attend(*arrays, segment_ids) - expected).max() < 1e-5
+
+
+def test_attend_refuses_an_unknown_name():
     with pytest.raises(ValueError, match="flash3"):
-        attention.attend(*arrays, segment_ids, implementation="flash3")
+        attention.attend(*[jnp.ones((1, 8, 1, 64))] * 3, None, implementation="flash3")
 
 
 A100, H100, TURING = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 2080 Ti"

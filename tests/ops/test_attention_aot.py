@@ -18,7 +18,17 @@ H, K = 8, 256  # Pythia-1B
 
 
 def _temporaries(
-    topology, target, implementation, T, *, heads=H, kv_heads=H, head_dim=K, segmented=False, dtype=jnp.bfloat16
+    topology,
+    target,
+    implementation,
+    T,
+    *,
+    heads=H,
+    kv_heads=H,
+    head_dim=K,
+    segmented=False,
+    causal=True,
+    dtype=jnp.bfloat16,
 ):
     """Bytes of temporary memory of the forward and backward of one sequence."""
     device = topology(target)[0]
@@ -38,7 +48,7 @@ def _temporaries(
     segment_ids = struct((1, T), jnp.int32) if segmented else None
 
     def loss(q, k, v, d_out, segment_ids):
-        out = attention.attend(q, k, v, segment_ids, implementation=choice.name, block=choice.block)
+        out = attention.attend(q, k, v, segment_ids, implementation=choice.name, causal=causal, block=choice.block)
         return (out.astype(jnp.float32) * d_out).sum()
 
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
@@ -83,6 +93,30 @@ def test_documents_grouped_heads_and_odd_lengths(topology, target, implementatio
 @pytest.mark.parametrize("target, head_dim", [("a100-80gb", 64), ("a100-80gb", 128), ("rtx-3090", 80), ("h100", 256)])
 def test_cudnn(topology, target, head_dim):
     assert _temporaries(topology, target, "cudnn", 2000, kv_heads=2, head_dim=head_dim) < 2000 * 2000 * H * 4 / 2
+
+
+@pytest.mark.parametrize(
+    "target, implementation, T, head_dim, segmented",
+    [
+        ("a100-80gb", "cudnn", 197, 64, False),  # ViT
+        ("a100-80gb", "pallas", 512, 64, True),  # RoBERTa
+        ("a100-80gb", "pallas", 197, 64, True),
+        ("a100-80gb", "pallas", 197, 256, False),
+        pytest.param("h100", "cudnn", 512, 64, False, marks=pytest.mark.slow),
+        pytest.param("h100", "pallas", 197, 128, True, marks=pytest.mark.slow),
+        pytest.param("v4-8", "splash", 197, 64, False, marks=pytest.mark.slow),
+        pytest.param("v4-8", "splash", 512, 64, True, marks=pytest.mark.slow),
+        pytest.param("v3-8", "blockwise", 1000, 64, True, marks=pytest.mark.slow),
+    ],
+)
+def test_both_ways(topology, target, implementation, T, head_dim, segmented):
+    """Attention that is not causal compiles.
+
+    Seen to fail at T = 197 with lengths in int16 for cuDNN, with `_pad(x, 1)` of pallas's arrays, and in splash with
+    `_padded_segments` that does not pad.
+    """
+    options = dict(kv_heads=4, head_dim=head_dim, segmented=segmented, causal=False)
+    _temporaries(topology, target, implementation, T, **options)
 
 
 @pytest.mark.slow

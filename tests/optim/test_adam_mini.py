@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpretrain import config as config_lib
-from jaxpretrain.models import transformer
+from jaxpretrain.models import registry
 from jaxpretrain.models.parameter import Info, infos
 from jaxpretrain.optim import adam_mini as adam_mini_lib
 from jaxpretrain.optim.adam_mini import Blocks, adam_mini, scale_by_adam_mini
@@ -354,7 +354,7 @@ def test_state_bytes_of_gpt2(recipe, num_params, num_biases, mu_dtype, bytes_per
     """4.00, 2.00 and 1.0 bytes a parameter beside 8 of AdamW, of arrays that exist."""
     name, _, flags = recipe.partition(":")
     config = config_lib.load(f"configs/{name}.py{':' if flags else ''}{flags}")
-    tree = infos(transformer.build(config))
+    tree = infos(registry.build(config))
     params = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), tree)
     assert num_params == sum(p.size for p in jax.tree.leaves(params))
     optimizer = scale_by_adam_mini(mu_dtype=mu_dtype, blocks=adam_mini_blocks(tree))
@@ -374,7 +374,7 @@ def test_state_bytes_of_gpt2(recipe, num_params, num_biases, mu_dtype, bytes_per
 
 def test_state_bytes_of_llama2_7b():
     """The paper's 26.96 GB, where AdamW takes 53.91 GB."""
-    tree = infos(transformer.build(config_lib.load("configs/llama2_7b.py")))
+    tree = infos(registry.build(config_lib.load("configs/llama2_7b.py")))
     params = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), tree)
 
     def gigabytes(optimizer):

@@ -11,7 +11,7 @@ import pytest
 from flax import traverse_util
 
 from jaxpretrain import config as config_lib
-from jaxpretrain.models import parameter, transformer
+from jaxpretrain.models import parameter, registry
 from jaxpretrain.models.parameter import Info, infos
 from jaxpretrain.optim.adam_mini import Blocks, scale_by_adam_mini
 from jaxpretrain.optim.blocks import VARIANTS, adam_mini_blocks, num_second_moments
@@ -37,7 +37,7 @@ def model_infos(**model) -> dict:
     config.seq_len = 24
     config.model.update(dict(vocab_size=61, num_layers=3, embed_dim=32, num_heads=4, mlp_dim=48) | model)
     config_lib.check(config)
-    return infos(transformer.build(config))
+    return infos(registry.build(config))
 
 
 _LLAMA = dict(norm="rmsnorm", norm_bias=False, gated_mlp=True, attention_bias=False, mlp_bias=False)
@@ -115,7 +115,7 @@ def test_gpt2_with_biases_and_tied_embeddings():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_recipe_has_blocks(recipe, variant):
     """GPT-NeoX's norms (`final_layer_norm`) and norms beside an MLP crash the authors' code: one block here."""
-    tree = infos(transformer.build(config_lib.load(f"configs/{recipe}.py")))
+    tree = infos(registry.build(config_lib.load(f"configs/{recipe}.py")))
     shapes = nu_shapes(tree, variant)
     for path, i in traverse_util.flatten_dict(tree, sep=".").items():
         layers = i.shape[0] if i.axes[0] == "layers" else 1

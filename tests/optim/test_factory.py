@@ -8,7 +8,7 @@ import pytest
 from optax import contrib
 
 from jaxpretrain import config as config_lib
-from jaxpretrain.models import transformer
+from jaxpretrain.models import registry
 from jaxpretrain.models.parameter import Info, infos
 from jaxpretrain.optim.adam_mini import adam_mini
 from jaxpretrain.optim.blocks import adam_mini_blocks
@@ -269,7 +269,7 @@ def state_of(name, **optimizer):
     """The abstract state of a transformer's optimizer, its infos and its number of parameters."""
     config = config_of(name, **optimizer)
     config.model.update(dict(vocab_size=512, num_layers=2, embed_dim=256, num_heads=8, tied_embeddings=True))
-    parameters = infos(transformer.build(config))
+    parameters = infos(registry.build(config))
     shapes = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), parameters)
     state = jax.eval_shape(make(config, parameters).init, shapes)
     return state, parameters, sum(x.size for x in jax.tree.leaves(shapes))

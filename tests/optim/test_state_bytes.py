@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpretrain import config as config_lib
-from jaxpretrain.models import transformer
+from jaxpretrain.models import registry
 from jaxpretrain.models.parameter import infos
 from jaxpretrain.optim.factory import make_optimizer
 from jaxpretrain.optim.schedules import make_schedule
@@ -32,7 +32,7 @@ def test_bytes_per_parameter(moments):
     measured = []
     for strategy, num_devices in (("ddp", 1), ("fsdp", 8)):
         state = abstract_state(config, make_mesh(strategy, jax.devices()[:num_devices]))
-        optimizer = make_optimizer(config, make_schedule(config), infos(transformer.build(config)))
+        optimizer = make_optimizer(config, make_schedule(config), infos(registry.build(config)))
         shardings = jax.tree.map(lambda x: x.sharding, state.opt_state)
 
         @jax.jit

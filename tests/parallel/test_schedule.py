@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxpretrain import config as config_lib
 from jaxpretrain import step as step_lib
-from jaxpretrain.models import transformer
+from jaxpretrain.models import registry, transformer
 from jaxpretrain.models.parameter import infos
 from jaxpretrain.ops import attention
 from jaxpretrain.parallel import remat
@@ -221,7 +221,7 @@ def grad_jaxpr(remat_name: str | None, compute_dtype=jnp.bfloat16) -> str:
     """Gradient of one block of a tiny model, whole on one device."""
     config = make_config("ddp", 1, 1)
     mesh = make_mesh("ddp", jax.devices()[:1])
-    strategy = make_strategy("ddp", infos(transformer.build(config)), mesh, compute_dtype)
+    strategy = make_strategy("ddp", infos(registry.build(config)), mesh, compute_dtype)
     run_layers = remat.layer_runner(strategy, remat_name, True) if remat_name else transformer.scan_layers
     model = transformer.Transformer(config.model, 8, jax.random.key(0))
     graphdef, params = nnx.split(model)

@@ -13,7 +13,7 @@ import pytest
 from jaxpretrain import checkpoint
 from jaxpretrain import config as config_lib
 from jaxpretrain.interop import huggingface
-from jaxpretrain.models import transformer
+from jaxpretrain.models import registry
 from jaxpretrain.models.parameter import Info, infos
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def folder(tmp_path) -> pathlib.Path:
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda info: rng.standard_normal(info.shape, np.float32),
-        infos(transformer.build(config)),
+        infos(registry.build(config)),
         is_leaf=lambda x: isinstance(x, Info),
     )
     huggingface.export(params, config, tmp_path / "hf")
