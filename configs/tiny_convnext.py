@@ -12,14 +12,14 @@ from jaxpretrain import config as schema
 
 def get_config():
     config = schema.default()
-    config.steps = 400
-    config.batch_size = 64
+    config.steps = 1000
+    config.batch_size = 32
     config.seq_len = 1
 
     model = config.model
     model.family = "convnext"
     model.norm_eps = 1e-6
-    model.convnext.depths = (1, 1, 2, 1)
+    model.convnext.depths = (1, 1, 1, 1)
     model.convnext.widths = (16, 32, 64, 128)
     model.convnext.layer_scale = 0.1  # 1e-6 takes a long run to grow
     model.image.size = 32
@@ -36,12 +36,12 @@ def get_config():
     config.optimizer.learning_rate = 4e-3
     config.optimizer.b2 = 0.999
     config.schedule.name = "cosine"
-    config.schedule.warmup_steps = 40
+    config.schedule.warmup_steps = 100
     config.schedule.final_fraction = 0.0
 
     config.precision.compute = "float32"  # CPUs have no fast bfloat16
 
-    config.checkpoint.every = 200
-    config.eval.every = 200
+    config.checkpoint.every = 500
+    config.eval.every = 500
     config.log.every = 50
     return config

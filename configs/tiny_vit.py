@@ -12,14 +12,14 @@ from jaxpretrain import config as schema
 
 def get_config():
     config = schema.default()
-    config.steps = 800
+    config.steps = 1500
     config.batch_size = 64
     config.seq_len = 1
 
     model = config.model
     model.family = "vit"
     model.num_layers = 4
-    model.embed_dim = 64
+    model.embed_dim = 96
     model.num_heads = 4
     model.image.size = 28
     model.image.num_channels = 1
@@ -33,15 +33,15 @@ def get_config():
     config.data.images.eval_crop = 1.0
     config.data.images.normalize = "half"
 
-    config.optimizer.learning_rate = 2e-3
+    config.optimizer.learning_rate = 1e-3
     config.optimizer.b2 = 0.999
     config.schedule.name = "cosine"
-    config.schedule.warmup_steps = 80
+    config.schedule.warmup_steps = 150
     config.schedule.final_fraction = 0.0
 
     config.precision.compute = "float32"  # CPUs have no fast bfloat16
 
-    config.checkpoint.every = 400
-    config.eval.every = 400
+    config.checkpoint.every = 500
+    config.eval.every = 500
     config.log.every = 50
     return config

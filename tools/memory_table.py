@@ -140,7 +140,7 @@ def report(results: list[dict]) -> str:
         limit = rows[0]["limit"] / 2**30
         lines += [
             f"\n### {key[0]} on {key[1]}, {key[2]} devices of {limit:.0f} GiB; attention: {rows[0]['attention']}\n",
-            "| strategy | remat | offload | other | device, GiB | state, by arithmetic | rest | host, GiB | compile, s |",
+            "| strategy | remat | offload | other | device, GiB | state by arithmetic | rest | host, GiB | seconds |",
             "|---|---|---|---|---|---|---|---|---|",
         ]
         for row in rows:

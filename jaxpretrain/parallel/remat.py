@@ -32,7 +32,8 @@ BLOCK_INPUT = "block_input"  # the `checkpoint_name` of x at the beginning of a 
 # operation marks with `checkpoint_name` is kept, else the loop of blockwise attention would run again.
 _RECOMPUTED = frozenset(
     "all_gather copy reshape broadcast_in_dim transpose concatenate slice pad convert_element_type select_n "
-    "add sub mul div neg max min square integer_pow exp log1p erf erfc tanh logistic rsqrt sqrt sharding_constraint".split()
+    "add sub mul div neg max min square integer_pow exp log1p erf erfc tanh logistic rsqrt sqrt "
+    "sharding_constraint".split()
 )
 
 
