@@ -11,7 +11,7 @@ from jaxpretrain import config as schema
 
 def get_config():
     config = schema.default()
-    config.steps = 600
+    config.steps = 300
     config.batch_size = 32
     config.seq_len = 128
 
@@ -29,12 +29,12 @@ def get_config():
     config.optimizer.learning_rate = 2e-3
     config.optimizer.b2 = 0.98
     config.schedule.name = "linear"
-    config.schedule.warmup_steps = 60
+    config.schedule.warmup_steps = 30
     config.schedule.final_fraction = 0.0
 
     config.precision.compute = "float32"  # CPUs have no fast bfloat16
 
-    config.checkpoint.every = 200
+    config.checkpoint.every = 100
     config.eval.every = 0  # at the end
     config.eval.max_tokens = 65_536
     config.eval.ngrams = True

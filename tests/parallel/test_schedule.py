@@ -115,7 +115,8 @@ def test_ddp_reduces_gradients_once_per_optimizer_step(accumulate):
     program = Program(compiled.as_text())
     assert train_step.num_micro_batches == accumulate
     assert len(program.loops) >= 3  # forward and backward over layers, and what runs once
-    assert program.elements("", "all-reduce") == num_parameters(train_step) + 2  # and loss, and number of tokens
+    # And the sums of losses, targets and tokens, of which the last two are the same here.
+    assert program.elements("", "all-reduce") - num_parameters(train_step) in (2, 3)
     assert [loop for operation in _COLLECTIVES for loop in program.loops_with(operation)] == []
     assert program.elements("", "all-gather") == 0
 
@@ -290,7 +291,7 @@ def test_schedules_compiled_for_gpus(topology):
 
     train_step, program = compiled("ddp", 2, 4)
     program = Program(program.as_text())
-    assert program.elements("", "all-reduce") == num_parameters(train_step) + 2
+    assert program.elements("", "all-reduce") - num_parameters(train_step) in (2, 3)
     assert [loop for operation in _COLLECTIVES for loop in program.loops_with(operation)] == []
 
     train_step, four = compiled("fsdp", 4, 2)
