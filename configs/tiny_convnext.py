@@ -3,8 +3,8 @@
     pip install -e '.[images]'
     python -m jaxpretrain.main --config=configs/tiny_convnext.py --workdir=runs/tiny_convnext
 
-Hardware: two CPU cores, a few minutes. The accuracy on the held-out fifth ends above 94 %; logistic regression reaches
-about 90 %.
+Hardware: two CPU cores, about two minutes. The accuracy on the held-out fifth ends at 96 %; logistic regression reaches
+91.4 % there.
 """
 
 from jaxpretrain import config as schema
