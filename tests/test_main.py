@@ -213,7 +213,7 @@ def losses(monkeypatch):
 
     def spy(*args, **kwargs):
         result = evaluate(*args, **kwargs)
-        losses.append(result[0])
+        losses.append(result.loss)
         return result
 
     monkeypatch.setattr(evaluation, "evaluate", spy)
