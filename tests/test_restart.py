@@ -22,6 +22,7 @@ import pytest
 
 from jaxpretrain import checkpoint, main, train
 from jaxpretrain.cli import EXIT_DONE, EXIT_STOPPED
+from jaxpretrain.evaluation import Result
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 TIMEOUT = 300  # seconds; a process takes five on a quiet machine
@@ -435,10 +436,11 @@ def test_averages_are_evaluated_as_a_whole_and_once_there_are_any(monkeypatch):
         train.evaluate_and_log(None, state, None, config, log, 3, None)
         return lines
 
-    valid = (3, "valid", 1.0, {"eval_tokens": 10})
-    assert logged(7, (1.0, 10), None) == []
-    assert logged(7, (1.0, 10), (2.0, 10)) == [valid, (3, "valid_ewa", 2.0, {"horizon": 5, "eval_tokens": 10})]
-    assert logged(0, (1.0, 10)) == [valid]
+    one, two = Result(1.0, 10), Result(2.0, 10)
+    valid = (3, "valid", {"loss": 1.0, "eval_tokens": 10})
+    assert logged(7, one, None) == []
+    assert logged(7, one, two) == [valid, (3, "valid_ewa", {"horizon": 5, "loss": 2.0, "eval_tokens": 10})]
+    assert logged(0, one) == [valid]
 
 
 def test_another_model_cannot_be_resumed_from(here, tmp_path):
