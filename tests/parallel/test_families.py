@@ -99,7 +99,7 @@ def cases():
         yield pytest.param(family, layout, id=name, marks=() if quick[family] == i else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("family", "layout"), cases())
+@pytest.mark.parametrize(("family", "layout"), list(cases()))
 def test_losses_equal_those_of_one_device(family, layout):
     """Seen to fail with the number of the row in the shard, in place of the batch, as what dropout draws by."""
     expected = losses(family, "ddp", 1, 1, 4, "none", "none")
