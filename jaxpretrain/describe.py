@@ -2,7 +2,9 @@
 
 import dataclasses
 import io
+import json
 import math
+import pathlib
 from typing import Any
 
 import jax
@@ -18,6 +20,17 @@ from jaxpretrain.parallel.mesh import make_mesh, num_data_shards, rows_per_shard
 from jaxpretrain.parallel.strategies import make_strategy
 from jaxpretrain.plan import memory
 from jaxpretrain.step import abstract_state, make_train_step
+
+
+def report(config: ConfigDict, count: int, json_file: str | None) -> None:
+    """Prints `describe`, and writes it to a file if one is named. Raises ValueError if that cannot be."""
+    description = describe(config, count)
+    print(to_text(description))
+    if json_file:
+        try:
+            pathlib.Path(json_file).write_text(json.dumps(description, indent=1) + "\n")
+        except OSError as error:
+            raise ValueError(f"--json={json_file} cannot be written: {error.strerror}; choose another") from error
 
 
 def describe(config: ConfigDict, count: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Trains, evaluates and samples: `python -m jaxpretrain.main --config=configs/tiny.py --workdir=runs/tiny`."""
 
 import argparse
-import json
 import os
 import pathlib
 
@@ -59,15 +58,9 @@ def describe(config: ConfigDict, arguments: argparse.Namespace) -> int:
     # So many CPU devices stand for any: before JAX is imported.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
-    from jaxpretrain import describe as describe_lib
+    from jaxpretrain.describe import report
 
-    description = describe_lib.describe(config, count)
-    print(describe_lib.to_text(description))
-    if arguments.json:
-        try:
-            pathlib.Path(arguments.json).write_text(json.dumps(description, indent=1) + "\n")
-        except OSError as error:
-            raise ValueError(f"--json={arguments.json} cannot be written: {error.strerror}; choose another") from error
+    report(config, count, arguments.json)
     return cli.EXIT_DONE
 
 
