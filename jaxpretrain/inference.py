@@ -108,7 +108,7 @@ def _next_token(train_step: TrainStep, params: dict, tokens: list[int], random: 
 def _step(config: ConfigDict) -> TrainStep:
     mesh = make_mesh(config.parallel.strategy, tensor=config.parallel.tensor, replicas=config.parallel.replicas)
     guess_micro_batch_size(config, mesh)
-    config.parallel.offload = "none"  # there is no optimizer state
+    config.parallel.offload = config.parallel.remat = "none"  # there is no optimizer state, and no backward
     # Not the run's own batch, which need not divide over the devices that are here.
     config.batch_size = config.micro_batch_size * num_data_shards(mesh)
     return make_train_step(config, mesh)

@@ -65,6 +65,23 @@ def test_equals_float64_reference(implementation, num_rows, vocab_size):
     np.testing.assert_array_equal(d_weight[vocab_size:], 0)
 
 
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(97, 97), (104, 97), (128, 41)])
+def test_a_bias_is_one_more_column(implementation, num_rows, vocab_size):
+    """Of the unembedding, where the hidden state is 1. Fails with the mask left out of the plain bias's gradient, with
+    the bias left out of the chunks' backward, and with chunks of it in another order (each tried)."""
+    hidden, weight, targets, mask = example(37, 16, num_rows, vocab_size)
+    bias = jnp.asarray(np.random.default_rng(5).normal(size=num_rows), jnp.float32)
+    loss = functools.partial(losses.cross_entropy, vocab_size=vocab_size, implementation=implementation)
+    gradients_of = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 4)))
+    value, (d_hidden, d_weight, d_bias) = gradients_of(hidden, weight, targets, mask, bias)
+    longer = jnp.pad(hidden, ((0, 0), (0, 1)), constant_values=1), jnp.concatenate([weight, bias[:, None]], 1)
+    expected = reference(*longer, targets, mask, vocab_size)
+    assert float(value) == pytest.approx(expected[0], rel=1e-6)
+    np.testing.assert_allclose(d_hidden, expected[1][:, :-1], atol=2e-5)
+    np.testing.assert_allclose(d_weight, expected[2][:, :-1], atol=2e-5)
+    np.testing.assert_allclose(d_bias, expected[2][:, -1], atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bit_inputs_lose_no_more_than_a_rounding(implementation, dtype):
     """The loss is float32's, from the rounded inputs: sums over the vocabulary are not in 16 bits."""

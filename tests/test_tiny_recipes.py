@@ -41,7 +41,8 @@ def pixels(config, split: str) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("recipe", ["tiny_vit", "tiny_convnext"])
 def test_digits(tmp_path, recipe):
     """At least 2 points above logistic regression on the same images, at its best regularisation for them."""
-    linear_model = pytest.importorskip("sklearn.linear_model")
+    from sklearn import linear_model
+
     config = config_lib.load("configs/tiny_vit.py")
     train_set, valid_set = pixels(config, "train"), pixels(config, "valid")
     models = [linear_model.LogisticRegression(C=c, max_iter=1000).fit(*train_set) for c in (0.03, 0.1, 0.3)]

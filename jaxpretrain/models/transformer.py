@@ -146,12 +146,12 @@ class TransformerBlock(nnx.Module):
         return x_BxTxD + mlp_branch(self.mlp_norm(x_BxTxD))
 
     def _dropped(self, x_BxTxD: jax.Array, keys_B: jax.Array | None, index: jax.Array | int, branch: int) -> jax.Array:
-        c, site = self.config, 1 + 2 * index + branch
+        c, site = self.config, 1 + 4 * index + 2 * branch  # and the next one; 0 is the embeddings'
         x_BxTxD = dropout(x_BxTxD, c.dropout, keys_B, site)
         if not c.drop_path:
             return x_BxTxD
         rate = c.drop_path * index / max(c.num_layers - 1, 1)
-        return drop_path(x_BxTxD, rate, keys_B, -site)  # negative: not the keys of dropout
+        return drop_path(x_BxTxD, rate, keys_B, site + 1)
 
 
 class Transform(nnx.Module):
