@@ -17,7 +17,10 @@ import tempfile
 import time
 
 SIZE, BATCH_SIZE, NUM_IMAGES = 224, 64, 512
-NUM_WARMUP_BATCHES, NUM_BATCHES = 16, 96  # until every worker runs; then long enough for what was read ahead not to count
+NUM_WARMUP_BATCHES, NUM_BATCHES = (
+    16,
+    96,
+)  # every worker runs; what was read ahead hardly counts
 OURS, TORCHVISION = "jaxpretrain", "torchvision"
 
 

@@ -37,7 +37,13 @@ CASES = {
     "mamba": (
         transformers.MambaForCausalLM,
         lambda: transformers.MambaConfig(
-            vocab_size=101, hidden_size=40, num_hidden_layers=3, state_size=6, time_step_rank=5, conv_kernel=3
+            vocab_size=101,
+            hidden_size=40,
+            num_hidden_layers=3,
+            state_size=6,
+            time_step_rank=5,
+            conv_kernel=3,
+            layer_norm_epsilon=1e-3,
         ),
     ),
     "mamba_untied": (
@@ -133,7 +139,8 @@ def case(request, tmp_path_factory):
 
 def test_outputs_and_gradients(case, tmp_path):
     """Mutations seen to fail: RoBERTa's positions from 0, its norms before the branches; Mamba's input and gate
-    exchanged, no D; ViT's class token last; a window mirrored in ConvNeXt, no layer scale."""
+    exchanged, B and C exchanged, no D, no dt_bias, no silu after the convolution, no gate; ViT's class token last; a
+    window mirrored in ConvNeXt, no layer scale."""
     name, model, ours, inputs = case
     model = copy.deepcopy(model)
     logits = torch_logits(model, inputs)

@@ -1,7 +1,4 @@
-"""Mamba against `transformers` itself, against the published sizes, and on a task that needs its memory."""
-
-import math
-import os
+"""Mamba: documents, precision, parameters, and a task that needs its memory; parity is in tests/interop."""
 
 import jax
 import jax.numpy as jnp
@@ -60,99 +57,6 @@ def loss_and_gradients(model, params, tokens_BxT1, segment_ids_BxT=None, **optio
 
     (loss, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     return loss, gradients, logits
-
-
-# --- Against Hugging Face
-
-
-def from_torch(named: dict, num_layers: int) -> dict:
-    """Our parameters from tensors named as in `MambaForCausalLM`, weights or gradients."""
-
-    def stacked(name, transform=lambda x: x):
-        return np.stack([transform(named[f"backbone.layers.{i}.{name}"]) for i in range(num_layers)])
-
-    def half(index):
-        return stacked("mixer.in_proj.weight", lambda x: np.split(x, 2)[index].T)
-
-    mixer = dict(
-        input=dict(kernel=half(0)),
-        gate=dict(kernel=half(1)),
-        conv=dict(
-            kernel=stacked("mixer.conv1d.weight", lambda x: x.transpose(2, 1, 0)), bias=stacked("mixer.conv1d.bias")
-        ),
-        x_proj=dict(kernel=stacked("mixer.x_proj.weight", np.transpose)),
-        dt_proj=dict(kernel=stacked("mixer.dt_proj.weight", np.transpose)),
-        dt_bias=stacked("mixer.dt_proj.bias"),
-        a_log=stacked("mixer.A_log"),
-        d=stacked("mixer.D"),
-        out=dict(kernel=stacked("mixer.out_proj.weight", np.transpose)),
-    )
-    params = dict(
-        embed=dict(embedding=named["backbone.embeddings.weight"]),
-        layers=dict(norm=dict(scale=stacked("norm.weight")), mixer=mixer),
-        final_norm=dict(scale=named["backbone.norm_f.weight"]),
-    )
-    if "lm_head.weight" in named:
-        params["unembed"] = dict(kernel=named["lm_head.weight"])
-    return params
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_logits_and_gradients_are_those_of_hugging_face(tied):
-    """Every parameter random, A, D and biases too.
-
-    Mutations seen to fail: `input` and `gate` exchanged; the kernel of the convolution reversed; no `dt_bias`; B and C
-    exchanged; no silu after the convolution; `y_BxTxC` without the gate; the default norm_eps.
-    """
-    try:
-        import torch
-        import transformers
-    except ImportError:
-        if os.environ.get("JAXPRETRAIN_REQUIRE_PARITY") == "1":
-            raise
-        pytest.skip("needs torch and transformers: pip install 'jaxpretrain[parity]'")
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    sizes = dict(vocab_size=VOCAB, hidden_size=40, num_hidden_layers=2, state_size=6, expand=3, conv_kernel=3)
-    hf_config = transformers.MambaConfig(
-        **sizes, time_step_rank=5, layer_norm_epsilon=1e-3, tie_word_embeddings=tied, use_cache=False
-    )
-    theirs = transformers.MambaForCausalLM(hf_config)
-    for name, p in theirs.named_parameters():
-        noise = torch.randn(p.shape)
-        if name.endswith(("A_log", "dt_proj.bias")):
-            p.data += 0.3 * noise
-        elif p.ndim == 1:
-            p.data = 0.3 * noise + (0.0 if name.endswith("bias") else 1.0)
-        else:
-            p.data = noise * (1.0 if "embed" in name else p[0].numel() ** -0.5)
-    tokens_BxT1 = tokens(2, 71)
-    inputs, targets = (torch.from_numpy(x).long() for x in (tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]))
-    logits = theirs(inputs).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-
-    config = make_config(num_layers=2, embed_dim=40, norm_eps=1e-3, tied_embeddings=tied)
-    config.model.mamba.update(dict(state_dim=6, expand=3, conv_width=3, dt_rank=5))
-    model = make_model(config)
-    weights, expected = (
-        from_torch({name: value(p) for name, p in theirs.named_parameters()}, 2)
-        for value in (lambda p: p.detach().numpy(), lambda p: p.grad.numpy())
-    )
-    assert jax.tree.map(jnp.shape, weights) == jax.tree.map(jnp.shape, params_of(model))
-    _, gradients, our_logits = loss_and_gradients(model, weights, tokens_BxT1)
-    np.testing.assert_allclose(our_logits, logits.detach(), rtol=0, atol=1e-4)
-    for path, gradient in flat(expected).items():
-        largest = np.abs(gradient).max()
-        assert largest > 1e-5, path
-        np.testing.assert_allclose(flat(gradients)[path], gradient, rtol=0, atol=1e-4 * largest, err_msg=path)
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "embed_dim", "count"), [(24, 768, 129_135_360), (64, 2560, 2_768_345_600)], ids=["130m", "2.8b"]
-)
-def test_published_parameter_counts(num_layers, embed_dim, count):
-    infos = infos_of(make_config(vocab_size=50_280, num_layers=num_layers, embed_dim=embed_dim))
-    assert sum(math.prod(info.shape) for info in flat(infos).values()) == count
 
 
 # --- Documents, layers, precision
