@@ -8,18 +8,15 @@ import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from jaxpretrain.models import registry
-from jaxpretrain.models.parameter import infos
 from jaxpretrain.parallel.mesh import make_mesh, num_data_shards, rows_per_shard
 from jaxpretrain.parallel.strategies import make_strategy
 from jaxpretrain.plan import memory
-from jaxpretrain.step import abstract_state, make_train_step
+from jaxpretrain.step import lay_out, make_train_step
 
 
 def report(config: ConfigDict, count: int, json_file: str | None) -> None:
@@ -51,9 +48,11 @@ def describe(config: ConfigDict, count: int) -> dict[str, Any]:
         rows_per_shard(config.batch_size, mesh)
     except ValueError as error:
         problem = str(error)
-    model_infos = infos(registry.build(config))
-    strategy = make_strategy(parallel.strategy, model_infos, mesh, jnp.dtype(config.precision.compute))
-    state, sizes = abstract_state(config, mesh), dataclasses.asdict(memory.state_bytes(config, mesh))
+    shapes = memory.Shapes.of(config)
+    model_infos = shapes.infos
+    strategy = make_strategy(parallel.strategy, model_infos, mesh, shapes.compute_dtype)
+    state = lay_out(shapes.state, strategy, parallel.offload)
+    sizes = dataclasses.asdict(shapes.state_bytes(parallel.strategy, mesh, parallel.offload))
     leaves = zip(jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(model_infos), strict=True)
     parameters = [
         {

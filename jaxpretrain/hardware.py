@@ -1,97 +1,84 @@
-"""Accelerators: the one table of what a device can do at best, found by the name that JAX gives it.
-
-A row is one JAX *device*: a TPU v2 or v3 chip shows two, every other chip one (v4 and v5p as Google sets them up, in
-megacore mode). The peaks are dense (no 2:4 sparsity) and with float32 accumulation, as XLA runs them: GeForce cards
-since the 20 series, and the L40, do that at half of the rate that is advertised, which is for float16 accumulation.
-A device that no row matches has no peak: a guess would make every utilisation computed from it wrong.
-"""
+"""Accelerators and machines made of them, by the names that people and JAX give them."""
 
 import dataclasses
+import difflib
+import json
+import math
+import pathlib
 import re
 
-_GIB = 2**30
+from jaxpretrain.accelerators import ACCELERATORS, GPU_MEMORY_FRACTION, Accelerator, usable_gpu_bytes
+
+__all__ = [
+    "ACCELERATORS",
+    "GPU_MEMORY_FRACTION",
+    "Accelerator",
+    "Machine",
+    "as_markdown",
+    "find",
+    "get",
+    "parse_machine",
+    "read_file",
+    "usual_machines",
+]
+
+# Of a machine without its GPUs, by their number (arXiv 2410.23261, its plotting code).
+_BASE_USD = {1: 1000, 2: 1500, 4: 7500, 8: 10500}
+_SYNONYMS = {"h100-80gb": "h100", "h100-sxm": "h100", "v5litepod": "v5e", "b200-180gb": "b200", "h200-141gb": "h200"}
+# Chips of the slices that Google offers; v2 to v4 and v5p slices are named by cores, two a chip.
+_SIZES_2D, _SIZES_3D = (1, 4, 8, 16, 32, 64, 128, 256), (4, 8, 16, 32, 64, 128)
+_SLICES = {  # chips, cores of a chip in the slice's name, devices of a chip
+    "v2": ((4, 16, 64, 128, 256), 2, 2),
+    "v3": ((4, 16, 32, 64, 128, 256), 2, 2),
+    "v4": (_SIZES_3D, 2, 1),
+    "v5p": (_SIZES_3D, 2, 1),
+    "v5e": (_SIZES_2D, 1, 1),
+    "v6e": (_SIZES_2D, 1, 1),
+    "tpu7x": (_SIZES_3D, 2, 2),
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Accelerator:
-    """One kind of device. Peaks are FLOP/s of matrix multiplication; None: no matrix unit takes that type."""
+class Machine:
+    """`nodes` machines of `count` devices each; the devices of a TPU slice count as one node's."""
 
-    name: str  # as it is written on the command line
-    device_kind: str  # regular expression for the whole of jax.Device.device_kind
-    memory_bytes: int  # nominal; drivers and XLA keep a few per cent
-    bfloat16: float | None
-    float16: float | None
-    float32: float | None  # float32 inputs at XLA's default precision: TF32 units, one bfloat16 pass on TPUs
-    float32_highest: float | None  # float32 inputs at precision "highest": CUDA cores, six bfloat16 passes on TPUs
+    accelerator: Accelerator
+    count: int
+    nodes: int = 1
+    slice: str = ""  # of a TPU: its name
 
-    def peak_flops(self, compute: str, matmul: str = "default") -> float | None:
-        """Peak FLOP/s for `precision.compute` and `precision.matmul` of the config; None if it is not known.
+    @property
+    def name(self) -> str:
+        one = self.slice or f"{self.count} x {self.accelerator.name}"
+        return one if self.nodes == 1 else f"{self.nodes} nodes of {one}"
 
-        `matmul` is about float32 inputs only, as in JAX.
-        """
-        assert matmul in ("default", "highest"), matmul
-        if compute == "float32" and matmul == "highest":
-            return self.float32_highest
-        return {"bfloat16": self.bfloat16, "float16": self.float16, "float32": self.float32}[compute]
+    @property
+    def num_devices(self) -> int:
+        return self.count * self.nodes
 
+    @property
+    def price_usd(self) -> float | None:
+        """To buy all of it. Between two sizes a machine is the larger; more than eight devices take several."""
+        if self.accelerator.price_usd is None:
+            return None
+        full, rest = divmod(self.count, 8)
+        base = full * _BASE_USD[8] + (_BASE_USD[min(n for n in _BASE_USD if n >= rest)] if rest else 0)
+        return self.nodes * (base + self.count * self.accelerator.price_usd)
 
-def _volta_turing(name: str, kind: str, gib: int, half: float, fp32: float) -> Accelerator:
-    # No bfloat16 and no TF32 in the matrix units: float32 runs on the CUDA cores at any precision.
-    return Accelerator(name, kind, gib * _GIB, None, half * 1e12, fp32 * 1e12, fp32 * 1e12)
+    @property
+    def rent_usd(self) -> float | None:
+        """Per hour."""
+        rent = self.accelerator.rent_usd
+        return None if rent is None else self.num_devices * rent
 
+    @property
+    def watts(self) -> float | None:
+        """Of the devices."""
+        return None if self.accelerator.watts is None else self.num_devices * self.accelerator.watts
 
-def _ampere(name: str, kind: str, gib: int, half: float, tf32: float, fp32: float) -> Accelerator:
-    """Ampere, Ada, Hopper and Blackwell."""
-    return Accelerator(name, kind, gib * _GIB, half * 1e12, half * 1e12, tf32 * 1e12, fp32 * 1e12)
-
-
-def _tpu(name: str, kind: str, gib: int, bf16: float) -> Accelerator:
-    # float16 is emulated. XLA's "highest" splits each float32 in three bfloat16 and keeps six of the nine products.
-    return Accelerator(name, kind, gib * _GIB, bf16 * 1e12, None, bf16 * 1e12, bf16 * 1e12 / 6)
-
-
-# Older drivers leave out "NVIDIA ". Each GPU figure is the vendor's and equals multiprocessors x FLOP per
-# clock x boost clock (tests/test_hardware.py).
-_TABLE = (
-    # V100 data sheet (2020); T4 data sheet; Turing architecture white paper (2018), tables 2 and 5, reference clocks.
-    _volta_turing("v100-16gb", r"Tesla V100-SXM2-16GB", 16, 125.0, 15.7),
-    _volta_turing("v100-32gb", r"Tesla V100-SXM2-32GB", 32, 125.0, 15.7),
-    _volta_turing("v100-pcie-16gb", r"Tesla V100-PCIE-16GB", 16, 112.0, 14.0),
-    _volta_turing("v100-pcie-32gb", r"Tesla V100-PCIE-32GB", 32, 112.0, 14.0),
-    _volta_turing("t4", r"Tesla T4", 16, 65.0, 8.1),
-    _volta_turing("rtx-2080-ti", r"(NVIDIA )?GeForce RTX 2080 Ti", 11, 53.8, 13.4),
-    _volta_turing("titan-rtx", r"(NVIDIA )?TITAN RTX", 24, 130.5, 16.3),
-    _volta_turing("quadro-rtx-6000", r"Quadro RTX 6000", 24, 130.5, 16.3),
-    _volta_turing("quadro-rtx-8000", r"Quadro RTX 8000", 48, 130.5, 16.3),
-    # A100 data sheet (2021): the same peaks in every form.
-    _ampere("a100-40gb", r"(NVIDIA )?A100-(SXM4|PCIE)-40GB", 40, 312.0, 156.0, 19.5),
-    _ampere("a100-80gb", r"(NVIDIA )?(A100-SXM4-80GB|A100 80GB PCIe)", 80, 312.0, 156.0, 19.5),
-    # Ampere GA102 architecture white paper v2 (2021), appendices A and C; A10 data sheet (2021).
-    _ampere("a10", r"NVIDIA A10", 24, 125.0, 62.5, 31.2),
-    _ampere("a40", r"NVIDIA A40", 48, 149.7, 74.8, 37.4),
-    _ampere("a6000", r"(NVIDIA )?RTX A6000", 48, 154.8, 77.4, 38.7),
-    _ampere("rtx-3080", r"(NVIDIA )?GeForce RTX 3080", 10, 59.5, 29.8, 29.8),
-    _ampere("rtx-3090", r"(NVIDIA )?GeForce RTX 3090", 24, 71.2, 35.6, 35.6),
-    # Ada architecture white paper v2 (2023); L4, L40 and RTX 6000 Ada data sheets.
-    _ampere("l4", r"NVIDIA L4", 24, 121.0, 60.5, 30.3),
-    _ampere("l40", r"NVIDIA L40", 48, 181.0, 90.5, 90.5),
-    _ampere("l40s", r"NVIDIA L40S", 48, 362.0, 183.0, 91.6),
-    _ampere("rtx-6000-ada", r"NVIDIA RTX 6000 Ada Generation", 48, 364.2, 182.1, 91.1),
-    _ampere("rtx-4090", r"NVIDIA GeForce RTX 4090", 24, 165.2, 82.6, 82.6),
-    # H100 data sheet (its figures with sparsity, halved) and Hopper white paper; SXM and PCIe are different chips.
-    _ampere("h100-pcie", r"NVIDIA H100 PCIe", 80, 756.4, 378.2, 51.2),
-    _ampere("h100", r"NVIDIA H100 80GB HBM3", 80, 989.4, 494.7, 66.9),
-    _ampere("h200", r"NVIDIA H200", 141, 989.4, 494.7, 66.9),
-    # RTX Blackwell architecture white paper (2025), appendix A.
-    _ampere("rtx-5090", r"NVIDIA GeForce RTX 5090", 32, 209.5, 104.8, 104.8),
-    # Google Cloud's "System architecture" page of each generation; figures per chip, halved for v2 and v3.
-    _tpu("v2", r"TPU v2", 8, 45 / 2),
-    _tpu("v3", r"TPU v3", 16, 123 / 2),
-    _tpu("v4", r"TPU v4", 32, 275),
-    _tpu("v5e", r"TPU v5 ?(lite|e)", 16, 197),
-    _tpu("v5p", r"TPU v5p?", 95, 459),
-    _tpu("v6e", r"TPU v6 ?(lite|e)", 32, 918),
-)
+    @property
+    def aot_target(self) -> str | None:
+        return self.accelerator.aot_target and (self.slice or self.accelerator.aot_target)
 
 
 def find(device_kind: str) -> Accelerator | None:
@@ -99,7 +86,147 @@ def find(device_kind: str) -> Accelerator | None:
 
     The whole string has to match: a laptop's "RTX 4090 Laptop GPU" or a MIG slice of an A100 is another device.
     """
-    for accelerator in _TABLE:
+    for accelerator in ACCELERATORS:
         if re.fullmatch(accelerator.device_kind, device_kind, re.IGNORECASE):
             return accelerator
     return None
+
+
+def get(name: str, catalogue: tuple[Accelerator, ...] = ACCELERATORS) -> Accelerator:
+    """By the name on a command line, whatever its case and underscores. Raises ValueError naming the nearest."""
+    wanted = _normal(name)
+    known = {accelerator.name: accelerator for accelerator in catalogue}
+    if wanted in known:
+        return known[wanted]
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+    near = near or [n for n in known if wanted in n][:3]
+    hint = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(known)}"
+    raise ValueError(f"unknown hardware {name!r}: {hint}")
+
+
+def parse_machine(
+    name: str, count: int | None = None, nodes: int = 1, catalogue: tuple[Accelerator, ...] = ACCELERATORS
+) -> Machine:
+    """Of `--hardware`, `--count` and `--nodes`: a GPU, 1 by default, or a TPU slice such as `v3-8`, which says it all.
+
+    Raises ValueError for a name, number or slice that there is not.
+    """
+    for flag, value in (("count", count), ("nodes", nodes)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{flag}={value}: must be at least 1")
+    generation, _, size = _normal(name).rpartition("-")
+    generation = _SYNONYMS.get(generation, generation)
+    if generation in _SLICES and size.isdigit():
+        if count is not None:
+            raise ValueError(f"--count={count} has no effect: {name} is a slice of a given size; name another slice")
+        chips, cores, devices = _SLICES[generation]
+        if int(size) not in [cores * n for n in chips]:
+            sizes = ", ".join(f"{generation}-{cores * n}" for n in chips)
+            raise ValueError(f"there is no TPU slice {name!r}: {generation} comes as {sizes}")
+        accelerator = get(generation, catalogue)
+        return Machine(accelerator, int(size) // cores * devices, nodes, slice=f"{generation}-{size}")
+    if (alone := _SYNONYMS.get(_normal(name), _normal(name))) in _SLICES:
+        chips, cores, _ = _SLICES[alone]
+        raise ValueError(f"--hardware={name}: name a slice, such as {alone}-{max(8, cores * chips[0])}")
+    return Machine(get(name, catalogue), 1 if count is None else count, nodes)
+
+
+def usual_machines(count: int | None = None, catalogue: tuple[Accelerator, ...] = ACCELERATORS) -> list[Machine]:
+    """What `--hardware=all` looks at: every GPU, 1, 2, 4 and 8 of it or `count`, and TPU slices of up to 8 chips."""
+    machines = [
+        Machine(accelerator, n)
+        for accelerator in catalogue
+        if not accelerator.is_tpu
+        for n in ((1, 2, 4, 8) if count is None else (count,))
+    ]
+    slices = [
+        parse_machine(f"{generation}-{cores * n}")
+        for generation, (chips, cores, devices) in _SLICES.items()
+        for n in chips
+        if n <= 8 and count in (None, n * devices)
+    ]
+    return machines + slices
+
+
+def as_markdown() -> str:
+    """The catalogue as the table of docs/accelerators.md: figures of one device."""
+
+    def number(value: float | None, unit: float, digits: int = 0) -> str:
+        return "" if value is None else f"{value / unit:,.{digits}f}"
+
+    lines = [
+        "| name | GiB | usable | 16-bit TFLOP/s | float32 | float8 | GB/s | link | W | USD | USD/h |",
+        "|" + "---|" * 11,
+    ]
+    for a in ACCELERATORS:
+        half = a.bfloat16 or a.float16
+        kind = "" if a.bfloat16 else " (float16)" if half else ""
+        numbers = [number(value, 1e12) for value in (half, a.float32, a.float8)]
+        numbers[0] += kind
+        lines.append(
+            f"| `{a.name}` | {a.memory_bytes / 2**30:.0f} | {a.usable_bytes / 2**30:.1f} | {' | '.join(numbers)} | "
+            f"{number(a.memory_bandwidth, 1e9)} | {a.link}, {number(a.link_bandwidth, 1e9)} GB/s | "
+            f"{number(a.watts, 1)} | {number(a.price_usd, 1)} | {number(a.rent_usd, 1, 2)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def read_file(path: str) -> tuple[Accelerator, ...]:
+    """The catalogue with the user's own accelerators, which replace those of the same name.
+
+    The file is a JSON list of objects with the fields of `Accelerator`: docs/accelerators.md.
+
+    Raises ValueError for a file, field or value that cannot be used.
+    """
+    try:
+        entries = json.loads(pathlib.Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--catalogue={path}: {error}") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"--catalogue={path}: must be a list of objects, one for each accelerator")
+    own = {accelerator.name: accelerator for accelerator in (_entry(path, entry) for entry in entries)}
+    return (*(a for a in ACCELERATORS if a.name not in own), *own.values())
+
+
+_OPTIONAL = {
+    "device_kind": "",
+    "generation": "unknown",
+    "float32_highest": None,
+    "float8": None,
+    "watts": None,
+    "price_usd": None,
+    "rent_usd": None,
+    "aot_target": None,
+}
+_TEXTS = ("name", "device_kind", "generation", "link", "aot_target")
+
+
+def _entry(path: str, entry: dict) -> Accelerator:
+    fields = [field.name for field in dataclasses.fields(Accelerator)]
+    for key in entry:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            raise ValueError(
+                f"--catalogue={path}: unknown field {key!r}{f': did you mean {near[0]!r}?' if near else ''}"
+            )
+    values = _OPTIONAL | entry
+    if "memory_bytes" in entry:
+        values.setdefault("usable_bytes", usable_gpu_bytes(entry["memory_bytes"]))
+    if missing := [field for field in fields if field not in values]:
+        raise ValueError(f"--catalogue={path}: {entry.get('name', 'an entry')} lacks {', '.join(missing)}")
+    for key, value in values.items():
+        if key in _TEXTS:
+            good = isinstance(value, str)
+        else:
+            good = isinstance(value, int | float) and math.isfinite(value) and value > 0
+        if not good and not (value is None and key in (*_OPTIONAL, "bfloat16", "float16")):
+            raise ValueError(
+                f"--catalogue={path}: {key}={value!r} of {values['name']}: write a number above 0 in SI units"
+            )
+    values["name"] = _normal(values["name"])
+    return Accelerator(**values)
+
+
+def _normal(name: str) -> str:
+    name = name.strip().lower().replace("_", "-")
+    return _SYNONYMS.get(name, name)

@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-_CHUNK_BYTES = 256 * 2**20  # of float32 logits that the chunked loss holds at a time
+CHUNK_BYTES = 256 * 2**20  # of float32 logits that the chunked loss holds at a time
 _PLAIN_BYTES = 2**30  # of float32 logits up to which "auto" computes them once: computing them again costs time
 _SCALE = 1024.0  # of the plain loss's gradients by the logits, in [-1, 1]: 1 / vocab_size is too small for float16
 _BLOCK_BYTES = 128 * 2**20  # of float32 logits that the plain loss holds at a time: blocks gain from a CPU's cache
@@ -69,8 +69,8 @@ def cross_entropy(
 
 
 def _num_chunks(num_rows: int, num_tokens: int) -> int:
-    """Enough chunks for _CHUNK_BYTES; up to half as many again if then the rows divide and need no padding."""
-    least = max(1, math.ceil(4 * num_rows * num_tokens / _CHUNK_BYTES))
+    """Enough chunks for CHUNK_BYTES; up to half as many again if then the rows divide and need no padding."""
+    least = max(1, math.ceil(4 * num_rows * num_tokens / CHUNK_BYTES))
     return next((n for n in range(least, least + least // 2 + 1) if num_rows % n == 0), least)
 
 

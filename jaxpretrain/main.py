@@ -6,7 +6,7 @@ import pathlib
 
 from ml_collections import ConfigDict
 
-from jaxpretrain import cli
+from jaxpretrain import cli, hardware
 from jaxpretrain.signals import StopSignal
 
 
@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
     if not arguments.workdir:
         raise ValueError("--workdir is missing: name a directory for config, metrics and checkpoints")
 
+    # Of a GPU's memory, for JAX (0.75 if not set). The rest is for CUDA, NCCL and kernels' own buffers.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(hardware.GPU_MEMORY_FRACTION))
     # Imported here: a mistake in the flags or the config is reported before JAX is loaded.
     if arguments.mode == "train":
         config = cli.load_config(arguments, overrides)

@@ -1,5 +1,6 @@
-"""`micro_batch_size=auto`: the largest micro-batch that fits, guessed by formula and confirmed by the compiler."""
+"""`micro_batch_size=auto`: the largest micro-batch that fits, planned by arithmetic and confirmed by the compiler."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 
@@ -8,15 +9,16 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxpretrain import hardware
-from jaxpretrain.config import num_masked_tokens
 from jaxpretrain.errors import is_out_of_memory
 from jaxpretrain.parallel import offload
 from jaxpretrain.parallel.mesh import num_data_shards
-from jaxpretrain.plan.memory import state_bytes
-from jaxpretrain.schema import IMAGE_FAMILIES, TOKEN_FAMILIES
+from jaxpretrain.plan.layout import Layout
+from jaxpretrain.plan.memory import Shapes, peak_bytes
+from jaxpretrain.plan.work import trace
+from jaxpretrain.schema import IMAGE_FAMILIES
 from jaxpretrain.step import TrainStep, make_train_step
 
-_USABLE = 0.9  # of a device's memory; the rest is the runtime's and fragmentation's
+USABLE = 0.97  # of the memory that the runtime hands out; the rest is fragmentation's
 
 
 def make_fitting_step(config: ConfigDict, mesh: Mesh) -> tuple[TrainStep, Callable]:
@@ -58,9 +60,21 @@ def _candidates(config: ConfigDict, mesh: Mesh) -> list[int]:
     limit = device_memory(mesh.devices.flat[0])
     if limit is None:
         return [1]
-    free = _USABLE * limit - state_bytes(config, mesh).device
-    fitting = [d for d in divisors if d * _activation_bytes_per_sequence(config) < free]
-    return fitting or [1]
+    shapes, work, parallel = Shapes.of(config), trace(config), config.parallel
+    state = shapes.state_bytes(parallel.strategy, mesh, parallel.offload)
+    layout = Layout(
+        num_devices=mesh.size,
+        strategy=parallel.strategy,
+        tensor=parallel.tensor,
+        remat=parallel.remat,
+        offload=parallel.offload,
+    )
+    is_tpu = mesh.devices.flat[0].platform == "tpu"
+
+    def needed(size: int) -> int:
+        return peak_bytes(shapes, work, state, dataclasses.replace(layout, micro_batch_size=size), is_tpu).device
+
+    return [d for d in divisors if needed(d) <= USABLE * limit] or [1]
 
 
 def device_memory(device: jax.Device) -> int | None:
@@ -74,38 +88,6 @@ def device_memory(device: jax.Device) -> int | None:
     return stats.get("bytes_limit") or (accelerator and accelerator.memory_bytes)
 
 
-def _activation_bytes_per_sequence(config: ConfigDict) -> int:
-    """What the backward of one sequence or image needs, roughly: a first guess, the compiler has the last word."""
-    width = 4 if config.precision.compute == "float32" else 2
-    layers = _layers(config)
-    keeps_all = config.parallel.remat == "none"
-    kept = sum(count * tokens * (numbers if keeps_all else dim) for count, tokens, numbers, dim in layers)
-    # Of one layer: what was kept, its gradient, and float32 between the two.
-    in_backward = 3 * max(tokens * numbers for _, tokens, numbers, _ in layers)
-    logits = 0
-    if config.model.family in TOKEN_FAMILIES:
-        num_targets = num_masked_tokens(config) if config.model.family == "encoder" else config.seq_len
-        logits = num_targets * min(3 * 4 * config.model.vocab_size, 2**18)
-    return width * (kept + in_backward) + logits
-
-
-def _layers(config: ConfigDict) -> list[tuple[int, int, int, int]]:
-    """Kinds of layers: how many, tokens (or pixels) that each sees, numbers that it keeps and that it reads of each."""
-    m = config.model
-    if m.family == "convnext":
-        sides = [m.image.size // 4 // 2**stage for stage in range(4)]
-        stages = zip(m.convnext.depths, sides, m.convnext.widths, strict=True)
-        return [(depth, side**2, 11 * dim, dim) for depth, side, dim in stages]
-    if m.family == "mamba":
-        return [(m.num_layers, config.seq_len, m.embed_dim + 6 * m.mamba.expand * m.embed_dim, m.embed_dim)]
-    num_tokens = (m.image.size // m.image.patch_size) ** 2 + 1 if m.family == "vit" else config.seq_len
-    heads = m.num_heads + (m.num_kv_heads or m.num_heads)
-    heads_dim = 2 * heads * (m.head_dim or m.embed_dim // m.num_heads)  # of queries, keys, values and the output
-    hidden = (m.mlp_dim or 4 * m.embed_dim) * (2 if m.gated_mlp else 1)
-    numbers = (1 if m.parallel_residual else 2) * m.embed_dim + heads_dim + hidden
-    return [(m.num_layers, num_tokens, numbers, m.embed_dim)]
-
-
 def _compile(train_step: TrainStep, config: ConfigDict) -> Callable:
     compiled = train_step.step.lower(train_step.state, train_step.batch).compile()
     offload.check(compiled, train_step.state, config.parallel.remat.startswith("offload"))
@@ -117,7 +99,7 @@ def _fits(compiled: jax.stages.Compiled, device: jax.Device) -> bool:
     if device.platform == "cpu" or limit is None or report is None:
         return True
     peak = report.argument_size_in_bytes + report.output_size_in_bytes - report.alias_size_in_bytes
-    return peak + report.temp_size_in_bytes <= _USABLE * limit
+    return peak + report.temp_size_in_bytes <= USABLE * limit
 
 
 def _set_micro_batch_size(config: ConfigDict, size: int) -> None:

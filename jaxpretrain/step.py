@@ -98,7 +98,7 @@ def make_train_step(config: ConfigDict, mesh: Mesh) -> TrainStep:
     schedule = make_schedule(config)
     check_roles(config, parameter_infos)
     optimizer = make_optimizer(config, schedule, parameter_infos)
-    state = _laid_out(config, optimizer, strategy)
+    state = lay_out(_abstract_state(config, optimizer), strategy, config.parallel.offload)
     shardings = jax.tree.map(lambda x: offload.of_result(x.sharding), state)
     replicated = NamedSharding(mesh, PartitionSpec())
     stacks = tuple(name for name, subtree in strategy.stacked.items() if all(jax.tree.leaves(subtree)))
@@ -282,21 +282,25 @@ def _select_attention(config: ConfigDict, model: nnx.Module, device: jax.Device)
 def abstract_state(config: ConfigDict, mesh: Mesh) -> TrainState:
     """The state of a checked config on a mesh, of jax.ShapeDtypeStruct with shardings; nothing is allocated."""
     parameter_infos = infos(registry.build(config))
-    check_roles(config, parameter_infos)
-    optimizer = make_optimizer(config, make_schedule(config), parameter_infos)
     strategy = make_strategy(config.parallel.strategy, parameter_infos, mesh, jnp.dtype(config.precision.compute))
-    return _laid_out(config, optimizer, strategy)
+    return lay_out(shapes_of_state(config, parameter_infos), strategy, config.parallel.offload)
 
 
-def _laid_out(config: ConfigDict, optimizer: optax.GradientTransformation, strategy: Strategy) -> TrainState:
-    state = jax.eval_shape(functools.partial(_initial_state, config, optimizer))
+def shapes_of_state(config: ConfigDict, infos: dict) -> TrainState:
+    """The state of a checked config, of jax.ShapeDtypeStruct, which `lay_out` gives shardings."""
+    check_roles(config, infos)
+    return _abstract_state(config, make_optimizer(config, make_schedule(config), infos))
+
+
+def lay_out(state: TrainState, strategy: Strategy, offloaded: str) -> TrainState:
+    """Gives each leaf of an abstract state its sharding; those that `parallel.offload` names, the host's memory."""
 
     def leaf(x: jax.ShapeDtypeStruct, sharding: NamedSharding, is_hosted: bool) -> jax.ShapeDtypeStruct:
         sharding = offload.to_host(sharding) if is_hosted else sharding
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     shardings = strategy.state_shardings(state, state.params)
-    return jax.tree.map(leaf, state, shardings, offload.hosted(state, strategy.stacked, config.parallel.offload))
+    return jax.tree.map(leaf, state, shardings, offload.hosted(state, strategy.stacked, offloaded))
 
 
 def _part(config: ConfigDict, schedule: optax.Schedule, infos: dict, name: str, stacks: Sequence[str]) -> tuple:
@@ -312,6 +316,10 @@ def _part(config: ConfigDict, schedule: optax.Schedule, infos: dict, name: str, 
     optimizer = make_optimizer(config, schedule, infos)
     params = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), infos)
     return optimizer, jax.eval_shape(functools.partial(_initial_state, config, optimizer), params)
+
+
+def _abstract_state(config: ConfigDict, optimizer: optax.GradientTransformation) -> TrainState:
+    return jax.eval_shape(functools.partial(_initial_state, config, optimizer))
 
 
 def _initial_state(config: ConfigDict, optimizer: optax.GradientTransformation, params: Any = None) -> TrainState:

@@ -1,5 +1,9 @@
 """The catalogue against the chips' own arithmetic: units x FLOP per clock x clock."""
 
+import json
+import pathlib
+import re
+
 import pytest
 
 from jaxpretrain import hardware
@@ -33,6 +37,19 @@ GPUS = [
     ("NVIDIA RTX 6000 Ada Generation", 142, 1024, 512, 256, 2.505),
     ("NVIDIA GeForce RTX 4090", 128, 512, 256, 256, 2.52),
     ("NVIDIA H100 PCIe", 114, 4096, 2048, 256, 1.62),
+    ("NVIDIA GeForce GTX 1080 Ti", 28, None, 256, 256, 1.582),
+    ("NVIDIA A800-SXM4-80GB", 108, 2048, 1024, 128, 1.41),
+    ("NVIDIA A30", 56, 2048, 1024, 128, 1.44),
+    ("NVIDIA A10G", 80, 512, 256, 256, 1.71),
+    ("NVIDIA RTX A4000", 48, 1024, 512, 256, 1.56),
+    ("NVIDIA RTX A4500", 56, 1024, 512, 256, 1.65),
+    ("NVIDIA RTX A5000", 64, 1024, 512, 256, 1.695),
+    ("NVIDIA H100 NVL", 132, 4096, 2048, 256, 1.545),
+    ("NVIDIA GH200 480GB", 132, 4096, 2048, 256, 1.83),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188, 1024, 512, 256, 2.617),
+    ("NVIDIA B200", 148, 8192, 4096, 256, 1.856),
+    ("AMD Instinct MI250X", 110, 1024, 256, 256, 1.7),
+    ("AMD Instinct MI300X", 304, 2048, 256, 256, 2.1),
     ("NVIDIA H100 80GB HBM3", 132, 4096, 2048, 256, 1.83),
     ("NVIDIA H200", 132, 4096, 2048, 256, 1.83),
     ("NVIDIA GeForce RTX 5090", 170, 512, 256, 256, 2.407),
@@ -49,19 +66,19 @@ TPUS = [
     ("TPU v5p", 8 * 128**2 * 2 * 1.75e9),
     ("TPU v6 lite", 234.9e15 / 256),  # the clock is not published: a pod's peak over its chips
     ("TPU v6e", 234.9e15 / 256),
+    ("TPU7x", 42.5e18 / 2 / 9216 / 2),  # a pod's float8 peak, halved, over its chips and their two devices
 ]
 
 
 @pytest.mark.parametrize("kind, units, half, default, cuda, clock", GPUS)
 def test_gpu_peaks(kind, units, half, default, cuda, clock):
-    """2 % for rounding; 10 % for CUDA cores, which Hopper clocks differently. Seen to fail with the 3090 at its
+    """2 % for rounding; 15 % for CUDA cores, which Hopper clocks differently. Seen to fail with the 3090 at its
     float16-accumulation rate (142.3), the H100 PCIe at the SXM's, and the A100 at its sparse figure (624)."""
     device = hardware.find(kind)
-    half_types = [device.float16] if device.bfloat16 is None else [device.float16, device.bfloat16]
-    for peak in half_types:
-        assert peak == pytest.approx(units * half * clock * 1e9, rel=0.02)
+    for peak in (device.float16, device.bfloat16):
+        assert peak is None or peak == pytest.approx(units * half * clock * 1e9, rel=0.02)
     assert device.float32 == pytest.approx(units * default * clock * 1e9, rel=0.02)
-    assert device.float32_highest == pytest.approx(units * cuda * clock * 1e9, rel=0.1)
+    assert device.float32_highest == pytest.approx(units * cuda * clock * 1e9, rel=0.15)
 
 
 @pytest.mark.parametrize("kind, peak", TPUS)
@@ -82,8 +99,8 @@ def test_tpu_peaks_are_per_device(kind, peak):
         "NVIDIA GeForce RTX 3080 Ti",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
         "NVIDIA A100-SXM-64GB",
-        "NVIDIA H100 NVL",
         "NVIDIA H200 NVL",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
         "TPU v4 lite",
         "TPU v7",
         "",
@@ -96,8 +113,147 @@ def test_an_unknown_device_has_no_peak(kind):
 
 def test_every_row_is_tested_and_named_once():
     found = {hardware.find(kind) for kind, *_ in GPUS + TPUS}
-    assert found == set(hardware._TABLE)
-    assert len({row.name for row in hardware._TABLE}) == len(hardware._TABLE)
+    assert found == set(hardware.ACCELERATORS)
+    names = [row.name for row in hardware.ACCELERATORS]
+    assert len(set(names)) == len(names) >= 35
+    assert all(hardware.get(name.upper().replace("-", "_")).name == name for name in names)
+
+
+def test_no_device_kind_matches_two_rows():
+    for kind, *_ in GPUS + TPUS:
+        rows = [r for r in hardware.ACCELERATORS if re.fullmatch(r.device_kind, kind, re.IGNORECASE)]
+        assert len(rows) == 1, kind
+
+
+# name, bits of the memory's bus, Gb/s of each of its wires
+BUSES = [
+    *[("gtx-1080-ti", 352, 11), ("rtx-2080-ti", 352, 14), ("titan-rtx", 384, 14), ("rtx-3080", 320, 19)],
+    *[("rtx-3090", 384, 19.5), ("rtx-4090", 384, 21), ("rtx-5090", 512, 28), ("rtx-pro-6000", 512, 28)],
+    *[("a4000", 256, 14), ("a4500", 320, 16), ("a5000", 384, 16), ("a6000", 384, 16), ("rtx-6000-ada", 384, 20)],
+    *[("a10", 384, 12.5), ("a10g", 384, 12.5), ("a40", 384, 14.5), ("l4", 192, 12.5), ("l40", 384, 18)],
+    *[("t4", 256, 10), ("quadro-rtx-8000", 384, 14), ("v100-16gb", 4096, 1.755), ("a30", 3072, 2.43)],
+    *[("a100-40gb", 5120, 2.43), ("a100-80gb", 5120, 3.186), ("a100-pcie-80gb", 5120, 3.024)],
+    *[("h100", 5120, 5.23), ("h200", 6144, 6.25), ("h100-nvl", 6144, 5.13), ("b200", 8192, 7.5)],
+    *[("mi250x", 4096, 3.2), ("mi300x", 8192, 5.2), ("v5e", 2048, 3.2), ("v4", 4096, 2.4), ("v6e", 4096, 3.2)],
+]
+
+
+@pytest.mark.parametrize("name, bits, rate", BUSES)
+def test_memory_bandwidths(name, bits, rate):
+    assert hardware.get(name).memory_bandwidth == pytest.approx(bits / 8 * rate * 1e9, rel=0.02)
+
+
+def test_what_a_program_may_use_is_less_than_there_is():
+    for row in hardware.ACCELERATORS:
+        assert 0.85 * row.memory_bytes < row.usable_bytes < row.memory_bytes or row.name == "v5p", row.name
+
+
+@pytest.mark.parametrize(
+    "flags, devices, name",
+    [
+        (("a100-80gb", 4), 4, "4 x a100-80gb"),
+        (("RTX_3090",), 1, "1 x rtx-3090"),
+        (("h100_80gb", 8, 4), 32, "4 nodes of 8 x h100"),
+        (("v2-8",), 8, "v2-8"),
+        (("v3-8",), 8, "v3-8"),
+        (("v4-8",), 4, "v4-8"),
+        (("v4-32",), 16, "v4-32"),
+        (("v5e-8",), 8, "v5e-8"),
+        (("v5litepod-16",), 16, "v5e-16"),
+        (("v5p-8",), 4, "v5p-8"),
+        (("v6e-1",), 1, "v6e-1"),
+        (("tpu7x-8",), 8, "tpu7x-8"),
+        (("v5e-256", None, 4), 1024, "4 nodes of v5e-256"),
+    ],
+)
+def test_machines(flags, devices, name):
+    machine = hardware.parse_machine(*flags)
+    assert (machine.num_devices, machine.name) == (devices, name)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("a100-80", 4), "did you mean a100-80gb"),
+        (("a100", 4), "a100"),
+        (("abacus",), "known are gtx-1080-ti"),
+        (("a100-80gb", 0), "--count=0: must be at least 1"),
+        (("a100-80gb", 1, -1), "--nodes=-1: must be at least 1"),
+        (("v4-8", 4), "--count=4 has no effect: v4-8 is a slice"),
+        (("v4",), "name a slice, such as v4-8"),
+        (("v5e",), "name a slice, such as v5e-8"),
+        (("v4-9",), "there is no TPU slice 'v4-9': v4 comes as v4-8, v4-16"),
+    ],
+)
+def test_machines_that_there_are_not(flags, words):
+    with pytest.raises(ValueError) as error:
+        hardware.parse_machine(*flags)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, thousands",
+    [
+        ("rtx-3090", (2.3, 4.1, 12.7, 20.9)),
+        ("a6000", (5.8, 11.1, 26.7, 48.9)),
+        ("a100-80gb", (20, 39.5, 83.5, 162.5)),
+        ("h100", (31, 61.5, 127.5, 250.5)),
+    ],
+)
+def test_machine_prices_are_the_papers(name, thousands):
+    """arXiv 2410.23261; three devices need the machine for four, sixteen two machines."""
+    prices = [hardware.parse_machine(name, n).price_usd / 1000 for n in (1, 2, 4, 8)]
+    assert prices == pytest.approx(list(thousands))
+    device = hardware.get(name).price_usd
+    assert hardware.parse_machine(name, 3).price_usd == 7500 + 3 * device
+    assert hardware.parse_machine(name, 16).price_usd == 2 * hardware.parse_machine(name, 8).price_usd
+
+
+def test_usual_machines_are_single_nodes():
+    machines = hardware.usual_machines()
+    assert {m.nodes for m in machines} == {1} and max(m.num_devices for m in machines) <= 16
+    assert {"8 x h100", "v2-8", "v3-8", "v4-8", "v5e-8"} <= {m.name for m in machines}
+    assert {m.num_devices for m in hardware.usual_machines(2)} == {2}
+
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "accelerators.md"
+
+
+def test_the_pages_table_is_the_catalogue():
+    """`hardware.as_markdown()` prints it."""
+    assert hardware.as_markdown() in PAGE.read_text()
+
+
+def test_a_catalogue_of_ones_own(tmp_path):
+    """The example of docs/accelerators.md."""
+    example = re.search(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    file = tmp_path / "mine.json"
+    file.write_text(example)
+    catalogue = hardware.read_file(str(file))
+    mine = catalogue[-1]
+    assert catalogue[:-1] == hardware.ACCELERATORS
+    machine = hardware.parse_machine(mine.name, 2, catalogue=catalogue)
+    assert machine.accelerator == mine and mine.usable_bytes < mine.memory_bytes and not mine.is_tpu
+    assert mine.peak_flops("bfloat16") == json.loads(example)[0]["bfloat16"]
+
+    file.write_text(json.dumps([json.loads(example)[0] | {"name": "RTX_3090"}]))
+    replaced = hardware.read_file(str(file))
+    assert len(replaced) == len(hardware.ACCELERATORS)
+    assert hardware.get("rtx-3090", replaced).price_usd == json.loads(example)[0]["price_usd"]
+
+    for change, words in [
+        ({"memory_byte": 1}, "unknown field 'memory_byte': did you mean 'memory_bytes'?"),
+        ({"bfloat16": -1}, "bfloat16=-1"),
+        ({"name": None}, "name=None"),
+        ({"link": 3}, "link=3"),
+    ]:
+        file.write_text(json.dumps([json.loads(example)[0] | change]))
+        with pytest.raises(ValueError, match=re.escape(words)):
+            hardware.read_file(str(file))
+    for text, words in [("{}", "must be a list"), ("[", "Expecting"), ('[{"name": "x"}]', "x lacks memory_bytes")]:
+        file.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            hardware.read_file(str(file))
 
 
 def test_memory():

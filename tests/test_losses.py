@@ -44,7 +44,7 @@ def value_and_gradients(implementation, hidden, weight, targets, mask, vocab_siz
 
 @pytest.fixture(params=["plain", "chunked", "whole"])
 def implementation(request, monkeypatch):
-    monkeypatch.setattr(losses, "_CHUNK_BYTES", 4 * 37 * 20)  # about 20 rows for the 37 tokens here
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * 37 * 20)  # about 20 rows for the 37 tokens here
     monkeypatch.setattr(losses, "_BLOCK_BYTES", 4 * 97 * 10)  # about 10 tokens of the 37
     return request.param
 
@@ -124,7 +124,7 @@ def test_nothing_counts_where_the_mask_is_0(implementation):
 
 def test_chunked_holds_one_chunk_of_logits(monkeypatch):
     """The compiler's account, forward and backward; fails if the chunked loss keeps its logits for the backward."""
-    monkeypatch.setattr(losses, "_CHUNK_BYTES", 2**20)
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 2**20)
     num_tokens, num_rows = 1024, 8191
     arguments = [
         jax.ShapeDtypeStruct((num_tokens, 32), jnp.float32),
@@ -144,7 +144,7 @@ def test_chunked_holds_one_chunk_of_logits(monkeypatch):
 
 @pytest.mark.parametrize(("num_rows", "num_tokens"), [(50304, 32768), (50257, 2048), (97, 7), (128256, 16384)])
 def test_chunks_are_small_enough_and_not_many_more_than_that(num_rows, num_tokens):
-    least = math.ceil(4 * num_rows * num_tokens / losses._CHUNK_BYTES)
+    least = math.ceil(4 * num_rows * num_tokens / losses.CHUNK_BYTES)
     num_chunks = losses._num_chunks(num_rows, num_tokens)
     assert least <= num_chunks <= max(1, 1.5 * least)
     if num_rows in (50304, 128256):

@@ -3,11 +3,11 @@
     python tools/memory_table.py --workdir=DIR [--minutes=N] [--only=TEXT]
 
 Every cell is one compile, of minutes, in a process of its own, and leaves a file in DIR/cells; a cell that has one is
-not compiled again, so the same command goes on where it was stopped. In the end it writes DIR/memory.md, which
-docs/benchmarks/memory.md holds.
+not compiled again, so the same command goes on where it was stopped. In the end it writes DIR/memory.json and its
+tables, DIR/memory.md: docs/benchmarks has both.
 
-Each device gets the same micro-batch whatever the method: 4 sequences of 2,048 tokens of Pythia-1B, 1 of 4,096 of
-Llama-2-7B; two of them per optimizer step, so that gradients are accumulated.
+Each device gets the same micro-batch whatever the method (MODELS: 4 sequences of 2,048 tokens of Pythia-1B, 1 of
+Llama-2-7B, ...); two of them per optimizer step, so that gradients are accumulated.
 """
 
 import argparse
@@ -20,7 +20,15 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).parents[1]
-MODELS = {"pythia1b": 4, "llama2_7b": 1}  # and the micro-batch
+MODELS = {  # and the micro-batch
+    "pythia1b": 4,
+    "llama2_7b": 1,
+    "pythia160m": 16,
+    "pythia6_9b": 1,
+    "roberta_large": 8,
+    "mamba130m": 8,
+    "vit_large": 32,
+}
 _FULL = {"parallel.remat": "full"}
 _STATE = {"parallel.offload": "optimizer+params"}
 
@@ -89,6 +97,25 @@ CELLS = [
     *_cells("pythia1b", "v5e-8", 8, ("zero2", _FULL), ("fsdp", {}), ("fsdp", _FULL), ("fsdp", _FULL | _STATE)),
     *_cells("llama2_7b", "v5e-8", 8, ("fsdp", _FULL), ("fsdp", _FULL | _STATE)),
     *_cells("llama2_7b", "v5e-16", 16, ("fsdp", _FULL)),
+    *_cells("pythia160m", "a100-80gb", 4, ("ddp", {}), ("zero1", {"parallel.remat": "dots"}), ("fsdp", _FULL)),
+    *_cells("pythia160m", "h100", 4, ("ddp", {})),
+    *_cells("pythia160m", "rtx-3090", 2, ("ddp", {})),
+    *_cells("pythia160m", "v4-8", 4, ("fsdp", {})),
+    *_cells("pythia6_9b", "a100-80gb", 8, ("fsdp", _FULL), ("fsdp", _FULL | {"parallel.offload": "optimizer"})),
+    *_cells("pythia6_9b", "h100", 8, ("fsdp", {})),
+    *_cells("pythia6_9b", "v5e-16", 16, ("fsdp", _FULL)),
+    *_cells("roberta_large", "a100-80gb", 4, ("ddp", {}), ("fsdp", {})),
+    *_cells("roberta_large", "rtx-3090", 4, ("zero2", _FULL)),
+    *_cells("roberta_large", "v3-8", 8, ("zero1", _FULL)),
+    *_cells("roberta_large", "v4-8", 4, ("fsdp", {})),
+    *_cells("mamba130m", "a100-80gb", 4, ("ddp", {}), ("fsdp", _FULL)),
+    *_cells("mamba130m", "v4-8", 4, ("ddp", {})),
+    *_cells("mamba130m", "v5e-8", 8, ("fsdp", _FULL)),
+    *_cells("vit_large", "a100-80gb", 4, ("ddp", {})),
+    *_cells("vit_large", "h100", 4, ("fsdp", _FULL)),
+    *_cells("vit_large", "rtx-3090", 2, ("zero2", _FULL)),
+    *_cells("vit_large", "v4-8", 4, ("zero1", {})),
+    *_cells("vit_large", "v3-8", 8, ("fsdp", _FULL)),
 ]
 
 
@@ -101,12 +128,10 @@ def compile_cell(cell: dict) -> dict:
     """Bytes per device and seconds of compiling; `error` if the compiler says that the program does not fit."""
     from jaxpretrain import config as config_lib
     from jaxpretrain import hardware
-    from jaxpretrain.errors import is_out_of_memory
-    from jaxpretrain.parallel import offload
     from jaxpretrain.parallel.mesh import make_mesh, num_data_shards
     from jaxpretrain.plan import aot
     from jaxpretrain.plan.memory import state_bytes
-    from jaxpretrain.step import make_train_step
+    from jaxpretrain.plan.verify import compile_step
 
     micro_batch_size = MODELS[cell["model"]]
     overrides = [("data.source", "synthetic"), ("micro_batch_size", str(micro_batch_size)), *cell["overrides"].items()]
@@ -114,23 +139,19 @@ def compile_cell(cell: dict) -> dict:
     devices = aot.topology(cell["target"], cell["count"])
     mesh = make_mesh(config.parallel.strategy, devices, tensor=config.parallel.tensor)
     config.batch_size = 2 * micro_batch_size * num_data_shards(mesh)
-    train_step = make_train_step(config, mesh)
     state, started = state_bytes(config, mesh), time.time()
+    verdict = compile_step(config, devices)
     result = cell | {
-        "attention": train_step.attention.name,
+        "attention": verdict.attention,
         "limit": hardware.find(devices[0].device_kind).memory_bytes,
+        "micro_batch_size": micro_batch_size,
         "state": state.device,
         "state_host": state.host,
+        "seconds": time.time() - started,
     }
-    try:
-        compiled = aot.compile_for(train_step.step, train_step.state, train_step.batch)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return result | {"error": " ".join(str(error).split())[:300], "seconds": time.time() - started}
-    offload.check(compiled, train_step.state, config.parallel.remat.startswith("offload"))
-    memory = aot.memory(compiled)
-    return result | {"device": memory.device, "host": memory.host, "seconds": time.time() - started}
+    if verdict.memory is None:
+        return result | {"error": verdict.refusal}
+    return result | {"device": verdict.memory.device, "host": verdict.memory.host}
 
 
 def report(results: list[dict]) -> str:
@@ -192,6 +213,7 @@ def main() -> None:
             print(name, "done" if process.returncode == 0 else process.stderr.splitlines()[-1], flush=True)
         if file.exists():
             results.append(json.loads(file.read_text()))
+    (args.workdir / "memory.json").write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
     text = report(results)
     (args.workdir / "memory.md").write_text(text)
     print(f"{len(results)} of {len(CELLS)} cells\n{text}")

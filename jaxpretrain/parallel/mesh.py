@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA_AXES = ("replica", "fsdp")
+AXES = (*DATA_AXES, "tensor")
 
 
 def make_mesh(
@@ -23,23 +24,32 @@ def make_mesh(
     Raises ValueError for numbers that do not divide the devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    _check_divides("parallel.tensor", tensor, len(devices), "devices")
-    num_data = len(devices) // tensor
+    num_hosts = len({device.process_index for device in devices})
+    shape = mesh_shape(strategy, len(devices), num_hosts=num_hosts, tensor=tensor, replicas=replicas)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def mesh_without_devices(
+    strategy: str, num_devices: int, *, num_hosts: int = 1, tensor: int = 1, replicas: int = 0
+) -> AbstractMesh:
+    """The mesh that `make_mesh` would make of so many devices: enough to lay arrays out, not to compile."""
+    shape = mesh_shape(strategy, num_devices, num_hosts=num_hosts, tensor=tensor, replicas=replicas)
+    return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def mesh_shape(strategy: str, num_devices: int, *, num_hosts: int, tensor: int, replicas: int) -> tuple[int, int, int]:
+    """Devices along each of AXES; arguments and errors as in `make_mesh`."""
+    _check_divides("parallel.tensor", tensor, num_devices, "devices")
+    num_data = num_devices // tensor
     if strategy == "ddp":
         replicas = num_data
     elif strategy != "hsdp":
         replicas = 1
     elif replicas == 0:
-        num_hosts = len({device.process_index for device in devices})
         first = num_hosts if num_hosts > 1 else 2
         replicas = next((n for n in range(first, num_data) if num_data % n == 0), 1)
     _check_divides("parallel.replicas", replicas, num_data, "data-parallel devices")
-    return jax.make_mesh(
-        (replicas, num_data // replicas, tensor),
-        (*DATA_AXES, "tensor"),
-        axis_types=(AxisType.Auto,) * 3,
-        devices=devices,
-    )
+    return replicas, num_data // replicas, tensor
 
 
 def _check_divides(key: str, value: int, count: int, what: str) -> None:

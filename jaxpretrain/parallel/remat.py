@@ -73,31 +73,37 @@ def layer_runner(strategy: Strategy, remat: str, scan_layers: bool) -> Callable:
 
 def _stretches(kind: str, argument: str, num_layers: int, stack: str) -> list[tuple[Callable, int, int]]:
     """(what is kept, first layer, layer after the last) of the stretches that follow each other through a stack."""
-    policies = jax.checkpoint_policies
     if kind == "full" and argument:
         num_full = int(argument)
         if num_full > num_layers:
             raise ValueError(f"parallel.remat=full:{num_full}: {stack} of the model has {num_layers}; set full")
         # The first ones: what the others keep is gone when the backward comes to them.
-        stretches = [(policies.nothing_saveable, 0, num_full), (_keep_expensive, num_full, num_layers)]
+        stretches = [(saved_by("full"), 0, num_full), (saved_by("none"), num_full, num_layers)]
         return [(policy, first, last) for policy, first, last in stretches if first < last]
+    return [(saved_by(f"{kind}:{argument}"), 0, num_layers)]
+
+
+def saved_by(remat: str) -> Callable:
+    """The policy of `jax.checkpoint` for a block, by a value of `parallel.remat` that is the same for all layers."""
+    policies = jax.checkpoint_policies
+    kind, _, argument = remat.partition(":")
     match kind:
         case "none":
-            policy = _keep_expensive
+            return _keep_expensive
         case "full":
-            policy = policies.nothing_saveable
+            return policies.nothing_saveable
         case "dots":
-            policy = policies.dots_with_no_batch_dims_saveable
+            return policies.dots_with_no_batch_dims_saveable
         case "names":
-            policy = policies.save_only_these_names(*argument.split("+"))
+            return policies.save_only_these_names(*argument.split("+"))
         case "offload":
-            policy = policies.save_and_offload_only_these_names(
+            return policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=[],
                 names_which_can_be_offloaded=(argument or BLOCK_INPUT).split("+"),
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-    return [(policy, 0, num_layers)]
+    raise AssertionError(remat)
 
 
 def _keep_expensive(primitive, *_, **__) -> bool:

@@ -221,10 +221,15 @@ def make_strategy(name: str, infos: dict, mesh: Mesh, compute_dtype: jnp.dtype) 
         name=name,
         mesh=mesh,
         specs=jax.tree.map(lambda info: storage_spec(info.shape, info.axes, num_shards, num_tensor), infos),
-        dtypes=jax.tree.map(
-            lambda info: jnp.dtype(jnp.float32) if info.role in _FLOAT32_ROLES else jnp.dtype(compute_dtype), infos
-        ),
+        dtypes=compute_dtypes(infos, compute_dtype),
         stacked=jax.tree.map(lambda info: info.axes[0] == "layers", infos),
+    )
+
+
+def compute_dtypes(infos: dict, compute_dtype: jnp.dtype) -> dict:
+    """The dtype that each parameter has in the compute copy."""
+    return jax.tree.map(
+        lambda info: jnp.dtype(jnp.float32) if info.role in _FLOAT32_ROLES else jnp.dtype(compute_dtype), infos
     )
 
 
