@@ -5,9 +5,10 @@ in megacore mode). Peaks are dense (no 2:4 sparsity) and with float32 accumulati
 since the 20 series, and the L40, do that at half of the rate that is advertised, which is for float16 accumulation.
 
 Vendors' figures but for: prices (`price_usd`, at launch unless a comment says more), rents (`rent_usd`, on demand, see
-below) and `network`, which is a choice of whoever built the cluster: 200 Gb/s per A100 and 400 per Hopper or Blackwell
-GPU of an NVLink machine, 25 Gb/s per GPU of other data-centre machines, and 10 Gb/s Ethernet shared by four cards of a
-workstation.
+below), `usable_bytes` (below), and `network`, which is a choice of whoever built the cluster: 200 Gb/s per A100 and 400
+per Hopper, Blackwell or MI300X GPU of an NVLink machine, 100 Gb/s per MI250X device (LUMI and Frontier), 25 Gb/s per
+GPU of other data-centre machines, and 10 Gb/s Ethernet shared by four cards of a workstation. Cards with a PCIe `link`
+are taken to have no NVLink bridges, which join two of them at most.
 """
 
 import dataclasses
@@ -23,10 +24,14 @@ _NVLINK = {  # bytes/s in each direction, over all links of a device
     "Infinity Fabric, MI300X": 448e9,
 }
 _PCIE = {"PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9}  # 16 lanes, in each direction
-# GeForce cards since the 30 series do not write to each other: what they send crosses the bus twice.
+# GeForce cards since the 20 series do not write to each other (NVIDIA/nccl-tests#117): what they send crosses the bus
+# twice.
 _PCIE |= {f"{name} through the host": rate / 2 for name, rate in _PCIE.items()}
 GPU_MEMORY_FRACTION = 0.92  # that main.py has JAX take; the rest is for CUDA, NCCL and kernels' own buffers
 _DRIVER = 0.015  # of the nominal memory: what drivers keep, up to that
+# Data-centre cards with GDDR6 keep their error-correcting codes in it, and come with them turned on: nvidia-smi says
+# 15360 MiB for a T4, 23034 for an L4, 23028 for an A10 and A10G, 46068 for an A40 and L40S.
+_ECC = 1 / 16
 _FRAGMENTS = 0.03  # of what the allocator has: micro_batch.py leaves as much
 
 
@@ -53,6 +58,7 @@ class Accelerator:
     price_usd: float | None  # to buy; None: not known, or not sold
     rent_usd: float | None  # per hour
     aot_target: str | None  # of plan/aot.py; None: nothing here compiles for it
+    devices_per_chip: int = 1
 
     @property
     def is_tpu(self) -> bool:
@@ -69,8 +75,10 @@ class Accelerator:
         return getattr(self, compute)
 
 
-def usable_gpu_bytes(memory_bytes: int) -> int:
-    return int(memory_bytes * (1 - _DRIVER) * GPU_MEMORY_FRACTION * (1 - _FRAGMENTS))
+def usable_gpu_bytes(memory_bytes: int, ecc: bool = False) -> int:
+    """`ecc`: error-correcting codes share the memory with the data."""
+    left = memory_bytes * (1 - _ECC if ecc else 1) * (1 - _DRIVER)
+    return int(left * GPU_MEMORY_FRACTION * (1 - _FRAGMENTS))
 
 
 def _gpu(
@@ -86,12 +94,16 @@ def _gpu(
     rent: float | None = None,
     float8: float | None = None,  # TFLOP/s
     aot: str | None = None,
+    ecc: bool = False,
+    devices_per_chip: int = 1,
 ) -> Accelerator:
+    """Figures are of a device."""
     half, default, highest = (peak and peak * 1e12 for peak in peaks)
-    bus = {"pascal": "PCIe 3", "volta": "PCIe 3", "turing": "PCIe 3", "ampere": "PCIe 4", "ada": "PCIe 4"}
+    old_buses = {"PCIe 3": ("pascal", "volta", "turing"), "PCIe 4": ("ampere", "ada", "cdna2")}
+    bus = next((name for name, generations in old_buses.items() if generation in generations), "PCIe 5")
     on_board = link in _NVLINK
     if on_board:
-        network = {"volta": 3.1e9, "ampere": 25e9}.get(generation, 50e9)
+        network = {"volta": 3.1e9, "ampere": 25e9, "cdna2": 12.5e9}.get(generation, 50e9)
     else:
         network = 0.3e9 if ("RTX" in kind or "TITAN" in kind or "GTX" in kind) else 3.1e9
     return Accelerator(
@@ -99,7 +111,7 @@ def _gpu(
         device_kind=kind,
         generation=generation,
         memory_bytes=gib * _GIB,
-        usable_bytes=usable_gpu_bytes(gib * _GIB),
+        usable_bytes=usable_gpu_bytes(gib * _GIB, ecc),
         bfloat16=None if generation in ("pascal", "volta", "turing") else half,
         float16=half,
         float32=default,
@@ -108,12 +120,13 @@ def _gpu(
         memory_bandwidth=bandwidth * 1e9,
         link=link,
         link_bandwidth=_NVLINK[link] if on_board else _PCIE[link],
-        host_link=450e9 if name == "gh200" else _PCIE[bus.get(generation, "PCIe 5")],
+        host_link=450e9 if name == "gh200" else _PCIE[bus],  # NVLink-C2C
         network=network,
         watts=watts,
         price_usd=price,
         rent_usd=rent,
         aot_target=aot,
+        devices_per_chip=devices_per_chip,
     )
 
 
@@ -153,14 +166,17 @@ def _tpu(
         price_usd=None,
         rent_usd=rent and rent / devices_per_chip,
         aot_target=name if name != "tpu7x" else None,
+        devices_per_chip=devices_per_chip,
     )
 
 
 # Older drivers leave out "NVIDIA ". Each GPU peak is the vendor's and equals multiprocessors x FLOP per clock x boost
 # clock (tests/test_hardware.py), each bandwidth the bus's width x its rate.
 # Prices: 3090, A6000, A100-80 and H100 are those of arXiv 2410.23261, others the vendors' at launch.
-# Rents per hour: RunPod in March 2026 as deploybase.ai lists them; V100, T4, A10G: AWS in us-east-1, of one of the
-# GPUs of an instance.
+# Rents per hour: RunPod's lowest in March 2026 as deploybase.ai lists them (one of its pages calls them spot prices,
+# another says that $2.69 for an H100 is on demand); V100, T4, A10G: AWS in us-east-1, of one GPU of an instance. By
+# SkyPilot's catalogue (github.com/skypilot-org/skypilot-catalog): A100-40, A10, A6000, Quadro RTX 6000 and GH200 of
+# Lambda (v8 at 0f40703), A40 and MI300X of RunPod (v7 at 0727c2b).
 ACCELERATORS = (
     # Pascal white paper (2016): no matrix units; float16 at 1/64 of the rate of float32.
     _gpu("pascal", "gtx-1080-ti", r"(NVIDIA )?GeForce GTX 1080 Ti", 11, (None, 11.3, 11.3), 484, "PCIe 3", 250, 699),
@@ -170,37 +186,41 @@ ACCELERATORS = (
     _gpu("volta", "v100-32gb", r"Tesla V100-SXM2-32GB", 32, (125.0, 15.7, 15.7), 900, "NVLink 2", 300),
     _gpu("volta", "v100-pcie-16gb", r"Tesla V100-PCIE-16GB", 16, (112.0, 14.0, 14.0), 900, "PCIe 3", 250),
     _gpu("volta", "v100-pcie-32gb", r"Tesla V100-PCIE-32GB", 32, (112.0, 14.0, 14.0), 900, "PCIe 3", 250),
-    _gpu("turing", "t4", r"Tesla T4", 16, (65.0, 8.1, 8.1), 320, "PCIe 3", 70, rent=0.526),
-    _gpu("turing", "rtx-2080-ti", r"(NVIDIA )?GeForce RTX 2080 Ti", 11, (53.8, 13.4, 13.4), 616, "PCIe 3", 250, 999),
+    _gpu("turing", "t4", r"Tesla T4", 16, (65.0, 8.1, 8.1), 320, "PCIe 3", 70, rent=0.526,
+         ecc=True),
+    _gpu("turing", "rtx-2080-ti", r"(NVIDIA )?GeForce RTX 2080 Ti", 11, (53.8, 13.4, 13.4), 616,
+         "PCIe 3 through the host", 250, 999),
     _gpu("turing", "titan-rtx", r"(NVIDIA )?TITAN RTX", 24, (130.5, 16.3, 16.3), 672, "PCIe 3", 280, 2499),
-    _gpu("turing", "quadro-rtx-6000", r"Quadro RTX 6000", 24, (130.5, 16.3, 16.3), 672, "PCIe 3", 260, 6300),
+    _gpu("turing", "quadro-rtx-6000", r"Quadro RTX 6000", 24, (130.5, 16.3, 16.3), 672, "PCIe 3", 260, 6300, 0.69),
     _gpu("turing", "quadro-rtx-8000", r"Quadro RTX 8000", 48, (130.5, 16.3, 16.3), 672, "PCIe 3", 260, 9999),
     # A100 data sheet (2021): the same peaks in every form. The A800 is an A100 with fewer links. A30 data sheet (2022).
     _gpu("ampere", "a100-40gb", r"(NVIDIA )?A100-SXM4-40GB", 40, (312.0, 156.0, 19.5), 1555, "NVLink 3", 400,
-         aot="a100-40gb"),
+         rent=1.99, aot="a100-40gb"),
     _gpu("ampere", "a100-80gb", r"(NVIDIA )?A100-SXM4-80GB", 80, (312.0, 156.0, 19.5), 2039, "NVLink 3", 400, 19_000,
          1.39, aot="a100-80gb"),
-    _gpu("ampere", "a100-pcie-40gb", r"(NVIDIA )?A100-PCIE-40GB", 40, (312.0, 156.0, 19.5), 1555, "PCIe 4", 250),
+    _gpu("ampere", "a100-pcie-40gb", r"(NVIDIA )?A100-PCIE-40GB", 40, (312.0, 156.0, 19.5), 1555, "PCIe 4", 250,
+         rent=1.99),
     _gpu("ampere", "a100-pcie-80gb", r"(NVIDIA )?A100 80GB PCIe", 80, (312.0, 156.0, 19.5), 1935, "PCIe 4", 300,
          rent=1.19),
     _gpu("ampere", "a800-80gb", r"(NVIDIA )?A800-SXM4-80GB", 80, (312.0, 156.0, 19.5), 2039, "NVLink 3, 8 links", 400),
     _gpu("ampere", "a30", r"NVIDIA A30", 24, (165.0, 82.0, 10.3), 933, "PCIe 4", 165),
     # Ampere GA102 architecture white paper v2 (2021), appendices A and C; data sheets of A10, A10G, A4000 to A5000.
-    _gpu("ampere", "a10", r"NVIDIA A10", 24, (125.0, 62.5, 31.2), 600, "PCIe 4", 150),
-    _gpu("ampere", "a10g", r"NVIDIA A10G", 24, (70.0, 35.0, 35.0), 600, "PCIe 4", 300, rent=1.006),
-    _gpu("ampere", "a40", r"NVIDIA A40", 48, (149.7, 74.8, 37.4), 696, "PCIe 4", 300),
+    _gpu("ampere", "a10", r"NVIDIA A10", 24, (125.0, 62.5, 31.2), 600, "PCIe 4", 150, rent=1.29, ecc=True),
+    _gpu("ampere", "a10g", r"NVIDIA A10G", 24, (70.0, 35.0, 35.0), 600, "PCIe 4", 300, rent=1.006, ecc=True),
+    _gpu("ampere", "a40", r"NVIDIA A40", 48, (149.7, 74.8, 37.4), 696, "PCIe 4", 300, rent=0.44, ecc=True),
     _gpu("ampere", "a4000", r"(NVIDIA )?RTX A4000", 16, (76.7, 38.3, 19.2), 448, "PCIe 4", 140, 1000),
     _gpu("ampere", "a4500", r"(NVIDIA )?RTX A4500", 20, (94.6, 47.3, 23.7), 640, "PCIe 4", 200),
     _gpu("ampere", "a5000", r"(NVIDIA )?RTX A5000", 24, (111.1, 55.6, 27.8), 768, "PCIe 4", 230, 2250),
-    _gpu("ampere", "a6000", r"(NVIDIA )?RTX A6000", 48, (154.8, 77.4, 38.7), 768, "PCIe 4", 300, 4800),
+    _gpu("ampere", "a6000", r"(NVIDIA )?RTX A6000", 48, (154.8, 77.4, 38.7), 768, "PCIe 4", 300, 4800, 1.09),
     _gpu("ampere", "rtx-3080", r"(NVIDIA )?GeForce RTX 3080", 10, (59.5, 29.8, 29.8), 760, "PCIe 4 through the host",
          320, 699),
     _gpu("ampere", "rtx-3090", r"(NVIDIA )?GeForce RTX 3090", 24, (71.2, 35.6, 35.6), 936, "PCIe 4 through the host",
          350, 1300, 0.22, aot="rtx-3090"),
     # Ada architecture white paper v2 (2023); L4, L40 and RTX 6000 Ada data sheets.
-    _gpu("ada", "l4", r"NVIDIA L4", 24, (121.0, 60.5, 30.3), 300, "PCIe 4", 72, rent=0.44, float8=242.5),
-    _gpu("ada", "l40", r"NVIDIA L40", 48, (181.0, 90.5, 90.5), 864, "PCIe 4", 300, rent=0.69, float8=362.0),
-    _gpu("ada", "l40s", r"NVIDIA L40S", 48, (362.0, 183.0, 91.6), 864, "PCIe 4", 350, rent=0.79, float8=733.0),
+    _gpu("ada", "l4", r"NVIDIA L4", 24, (121.0, 60.5, 30.3), 300, "PCIe 4", 72, rent=0.44, float8=242.5, ecc=True),
+    _gpu("ada", "l40", r"NVIDIA L40", 48, (181.0, 90.5, 90.5), 864, "PCIe 4", 300, rent=0.69, float8=362.0, ecc=True),
+    _gpu("ada", "l40s", r"NVIDIA L40S", 48, (362.0, 183.0, 91.6), 864, "PCIe 4", 350, rent=0.79, float8=733.0,
+         ecc=True),
     _gpu("ada", "rtx-6000-ada", r"NVIDIA RTX 6000 Ada Generation", 48, (364.2, 182.1, 91.1), 960, "PCIe 4", 300, 6800,
          float8=728.5),
     _gpu("ada", "rtx-4090", r"NVIDIA GeForce RTX 4090", 24, (165.2, 82.6, 82.6), 1008, "PCIe 4 through the host", 450,
@@ -212,7 +232,9 @@ ACCELERATORS = (
     _gpu("hopper", "h100", r"NVIDIA H100 80GB HBM3", 80, (989.4, 494.7, 66.9), 3350, "NVLink 4", 700, 30_000, 2.69,
          float8=1978.9, aot="h100"),
     _gpu("hopper", "h200", r"NVIDIA H200", 141, (989.4, 494.7, 66.9), 4800, "NVLink 4", 700, rent=3.59, float8=1978.9),
-    _gpu("hopper", "gh200", r"NVIDIA GH200 480GB", 96, (989.4, 494.7, 66.9), 4000, "NVLink 4", 700, float8=1978.9),
+    # The driver names a GH200 by its processor's memory. Its power is that of the GPU alone, an assumption.
+    _gpu("hopper", "gh200", r"NVIDIA GH200 (120|480)GB", 96, (989.4, 494.7, 66.9), 4000, "NVLink 4", 700, rent=2.29,
+         float8=1978.9),
     # RTX Blackwell architecture white paper (2025), appendix A; data sheets of RTX PRO 6000 and HGX B200.
     _gpu("blackwell", "rtx-5090", r"NVIDIA GeForce RTX 5090", 32, (209.5, 104.8, 104.8), 1792,
          "PCIe 5 through the host", 575, 1999, 0.69, float8=419.0),
@@ -220,12 +242,15 @@ ACCELERATORS = (
          (503.8, 251.9, 126.0), 1792, "PCIe 5", 600, 8565, 0.89, float8=1007.6),
     _gpu("blackwell", "b200", r"NVIDIA B200", 180, (2250.0, 1125.0, 75.0), 7700, "NVLink 5", 1000, rent=5.98,
          float8=4500.0),
-    # AMD data sheets. XLA runs float32 on the float32 matrix units. Half of an MI250X is a device.
-    _gpu("cdna2", "mi250x", r"AMD Instinct MI250X.*", 64, (191.5, 47.9, 47.9), 1638, "Infinity Fabric, MI250X", 280),
+    # AMD data sheets. XLA runs float32 on the float32 matrix units. Half of an MI250X is a device; its links to others
+    # are 200, 100 and 50 GB/s, of which a ring is taken to get the middle: an assumption.
+    _gpu("cdna2", "mi250x", r"AMD Instinct MI250X.*", 64, (191.5, 47.9, 47.9), 1638, "Infinity Fabric, MI250X", 280,
+         devices_per_chip=2),
     _gpu("cdna3", "mi300x", r"AMD Instinct MI300X.*", 192, (1307.4, 163.4, 163.4), 5300, "Infinity Fabric, MI300X", 750,
-         float8=2614.9),
+         rent=2.49, float8=2614.9),
     # Google Cloud's "System architecture" page of each generation; rents in us regions, on demand; power where
-    # published: Jouppi et al. 2020 (v2, v3) and 2023 (v4: the highest measured).
+    # published: the design power of v2 and v3 (Jouppi et al. 2020), of v4 the highest measured (Jouppi et al. 2023; by
+    # that measure a v3 is 131 W).
     _tpu("v2", r"TPU v2", 8, 7.48, 45 / 2, 350, ("ICI, 2D torus", 62), 140, 4.50 / 4, devices_per_chip=2),
     _tpu("v3", r"TPU v3", 16, 15.48, 123 / 2, 450, ("ICI, 2D torus", 82), 225, 8.00 / 4, devices_per_chip=2),
     _tpu("v4", r"TPU v4", 32, 30.75, 275, 1228, ("ICI, 3D torus", 50), 192, 3.22),

@@ -27,14 +27,14 @@ _BASE_USD = {1: 1000, 2: 1500, 4: 7500, 8: 10500}
 _SYNONYMS = {"h100-80gb": "h100", "h100-sxm": "h100", "v5litepod": "v5e", "b200-180gb": "b200", "h200-141gb": "h200"}
 # Chips of the slices that Google offers; v2 to v4 and v5p slices are named by cores, two a chip.
 _SIZES_2D, _SIZES_3D = (1, 4, 8, 16, 32, 64, 128, 256), (4, 8, 16, 32, 64, 128)
-_SLICES = {  # chips, cores of a chip in the slice's name, devices of a chip
-    "v2": ((4, 16, 64, 128, 256), 2, 2),
-    "v3": ((4, 16, 32, 64, 128, 256), 2, 2),
-    "v4": (_SIZES_3D, 2, 1),
-    "v5p": (_SIZES_3D, 2, 1),
-    "v5e": (_SIZES_2D, 1, 1),
-    "v6e": (_SIZES_2D, 1, 1),
-    "tpu7x": (_SIZES_3D, 2, 2),
+_SLICES = {  # chips, cores of a chip in the slice's name
+    "v2": ((4, 16, 64, 128, 256), 2),
+    "v3": ((4, 16, 32, 64, 128, 256), 2),
+    "v4": (_SIZES_3D, 2),
+    "v5p": (_SIZES_3D, 2),
+    "v5e": (_SIZES_2D, 1),
+    "v6e": (_SIZES_2D, 1),
+    "tpu7x": (_SIZES_3D, 2),
 }
 
 
@@ -58,11 +58,11 @@ class Machine:
 
     @property
     def price_usd(self) -> float | None:
-        """To buy all of it. Between two sizes a machine is the larger; more than eight devices take several."""
+        """To buy all of it. Between two sizes a machine is the larger; beyond eight devices it is several for eight."""
         if self.accelerator.price_usd is None:
             return None
-        full, rest = divmod(self.count, 8)
-        base = full * _BASE_USD[8] + (_BASE_USD[min(n for n in _BASE_USD if n >= rest)] if rest else 0)
+        size = min((n for n in _BASE_USD if n >= self.count), default=max(_BASE_USD))
+        base = math.ceil(self.count / size) * _BASE_USD[size]
         return self.nodes * (base + self.count * self.accelerator.price_usd)
 
     @property
@@ -116,17 +116,18 @@ def parse_machine(
             raise ValueError(f"--{flag}={value}: must be at least 1")
     generation, _, size = _normal(name).rpartition("-")
     generation = _SYNONYMS.get(generation, generation)
-    if generation in _SLICES and size.isdigit():
+    if generation in _SLICES and size.isdecimal():
         if count is not None:
             raise ValueError(f"--count={count} has no effect: {name} is a slice of a given size; name another slice")
-        chips, cores, devices = _SLICES[generation]
+        chips, cores = _SLICES[generation]
         if int(size) not in [cores * n for n in chips]:
             sizes = ", ".join(f"{generation}-{cores * n}" for n in chips)
             raise ValueError(f"there is no TPU slice {name!r}: {generation} comes as {sizes}")
         accelerator = get(generation, catalogue)
-        return Machine(accelerator, int(size) // cores * devices, nodes, slice=f"{generation}-{size}")
+        count = int(size) // cores * accelerator.devices_per_chip
+        return Machine(accelerator, count, nodes, slice=f"{generation}-{int(size)}")
     if (alone := _SYNONYMS.get(_normal(name), _normal(name))) in _SLICES:
-        chips, cores, _ = _SLICES[alone]
+        chips, cores = _SLICES[alone]
         raise ValueError(f"--hardware={name}: name a slice, such as {alone}-{max(8, cores * chips[0])}")
     return Machine(get(name, catalogue), 1 if count is None else count, nodes)
 
@@ -140,12 +141,12 @@ def usual_machines(count: int | None = None, catalogue: tuple[Accelerator, ...] 
         for n in ((1, 2, 4, 8) if count is None else (count,))
     ]
     slices = [
-        parse_machine(f"{generation}-{cores * n}")
-        for generation, (chips, cores, devices) in _SLICES.items()
+        parse_machine(f"{generation}-{cores * n}", catalogue=catalogue)
+        for generation, (chips, cores) in _SLICES.items()
         for n in chips
-        if n <= 8 and count in (None, n * devices)
+        if n <= 8
     ]
-    return machines + slices
+    return machines + [s for s in slices if count in (None, s.count)]
 
 
 def as_markdown() -> str:
@@ -184,7 +185,11 @@ def read_file(path: str) -> tuple[Accelerator, ...]:
         raise ValueError(f"--catalogue={path}: {error}") from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"--catalogue={path}: must be a list of objects, one for each accelerator")
-    own = {accelerator.name: accelerator for accelerator in (_entry(path, entry) for entry in entries)}
+    own = {}
+    for accelerator in (_entry(path, entry) for entry in entries):
+        if accelerator.name in own:
+            raise ValueError(f"--catalogue={path}: two accelerators are named {accelerator.name}: rename one")
+        own[accelerator.name] = accelerator
     return (*(a for a in ACCELERATORS if a.name not in own), *own.values())
 
 
@@ -197,6 +202,7 @@ _OPTIONAL = {
     "price_usd": None,
     "rent_usd": None,
     "aot_target": None,
+    "devices_per_chip": 1,
 }
 _TEXTS = ("name", "device_kind", "generation", "link", "aot_target")
 
@@ -206,23 +212,23 @@ def _entry(path: str, entry: dict) -> Accelerator:
     for key in entry:
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1)
-            raise ValueError(
-                f"--catalogue={path}: unknown field {key!r}{f': did you mean {near[0]!r}?' if near else ''}"
-            )
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(fields)}"
+            raise ValueError(f"--catalogue={path}: unknown field {key!r}: {hint}")
     values = _OPTIONAL | entry
-    if "memory_bytes" in entry:
-        values.setdefault("usable_bytes", usable_gpu_bytes(entry["memory_bytes"]))
-    if missing := [field for field in fields if field not in values]:
+    if missing := [field for field in fields if field not in values and field != "usable_bytes"]:
         raise ValueError(f"--catalogue={path}: {entry.get('name', 'an entry')} lacks {', '.join(missing)}")
     for key, value in values.items():
         if key in _TEXTS:
-            good = isinstance(value, str)
+            good, right = isinstance(value, str), "a text"
         else:
-            good = isinstance(value, int | float) and math.isfinite(value) and value > 0
-        if not good and not (value is None and key in (*_OPTIONAL, "bfloat16", "float16")):
-            raise ValueError(
-                f"--catalogue={path}: {key}={value!r} of {values['name']}: write a number above 0 in SI units"
-            )
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            good, right = is_number and math.isfinite(value) and value > 0, "a number above 0 in SI units"
+        may_be_null = _OPTIONAL.get(key, 0) is None or key in ("bfloat16", "float16")
+        if not good and not (value is None and may_be_null):
+            raise ValueError(f"--catalogue={path}: {key}={value!r} of {values['name']}: write {right}")
+    values.setdefault("usable_bytes", usable_gpu_bytes(values["memory_bytes"]))
+    if values["usable_bytes"] > values["memory_bytes"]:
+        raise ValueError(f"--catalogue={path}: usable_bytes of {values['name']} are more than its memory_bytes")
     values["name"] = _normal(values["name"])
     return Accelerator(**values)
 

@@ -68,7 +68,7 @@ def row(
     costs = cost(config, machine, candidate.memory.state, seconds, job_hours)
     label = _label(machine, corrected)
     return {
-        "model": pathlib.Path(recipe.partition(":")[0]).stem,
+        "model": name_of(recipe),
         "machine": machine.name,
         "method": candidate.method,
         "fits": candidate.fits,
@@ -118,13 +118,14 @@ def command(recipe: str, candidate: Candidate) -> str:
     """To train so, complete. The first devices of a node are used where not all are."""
     layout, machine = candidate.layout, candidate.machine
     flags = [f"--config.{key}={value}" for key, value in candidate.overrides.items()]
-    words = ["python", "-m", "jaxpretrain.main", f"--config={recipe}", f"--workdir=runs/{_name(recipe)}", *flags]
+    words = ["python", "-m", "jaxpretrain.main", f"--config={recipe}", f"--workdir=runs/{name_of(recipe)}", *flags]
     unused = machine.num_devices - layout.num_devices
     prefix = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(layout.num_devices)))} " if unused else ""
     return prefix + shlex.join(words)
 
 
-def _name(recipe: str) -> str:
+def name_of(recipe: str) -> str:
+    """`pythia1b` of `configs/pythia1b.py:deduped`."""
     return pathlib.Path(recipe.partition(":")[0]).stem
 
 

@@ -50,13 +50,12 @@ def cost(
     """
     training = config.steps * step_seconds
     saved = state.params + state.optimizer + state.averages
-    saves = config.steps / config.checkpoint.every if config.checkpoint.every else 1
-    checkpoints = (saves + len(config.checkpoint.at_steps)) * saved / machine.accelerator.host_link
+    interval = _seconds_between_checkpoints(config, step_seconds)
+    checkpoints = (training / interval + len(config.checkpoint.at_steps)) * saved / machine.accelerator.host_link
     evaluation = _evaluations(config) * _evaluation_seconds(config, step_seconds)
-    # A failure loses half of what is between two checkpoints.
-    interval = (config.checkpoint.every or config.steps) * step_seconds
     days = (training + checkpoints + evaluation) / 86400
     failures = days / _DAYS_BETWEEN_FAILURES * math.ceil(machine.num_devices / 8)
+    # Each loses half of what is between two checkpoints.
     restarts = failures * (_RESTART_SECONDS + saved / _DISK + interval / 2)
     if job_hours is not None:
         restarts += max(0, math.ceil(days * 24 / job_hours) - 1) * (_RESTART_SECONDS + saved / _DISK)
@@ -74,6 +73,11 @@ def cost(
         kwh=kwh,
         kg_co2=None if kwh is None else kwh * KG_CO2_PER_KWH,
     )
+
+
+def _seconds_between_checkpoints(config: ConfigDict, step_seconds: float) -> float:
+    by_steps, by_minutes = config.checkpoint.every * step_seconds, config.checkpoint.every_minutes * 60
+    return min(seconds for seconds in (by_steps, by_minutes, config.steps * step_seconds) if seconds)
 
 
 def _evaluations(config: ConfigDict) -> float:

@@ -1,6 +1,7 @@
 """The answer of tools/plan.py as one page with pictures, that opens from disk without a network."""
 
 import io
+import itertools
 from typing import Any
 
 from jaxpretrain.plan.report import days_text, to_text, usd_text
@@ -21,13 +22,21 @@ def page(answer: dict[str, Any]) -> str:
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     matplotlib.rcParams["svg.hashsalt"] = "jaxpretrain"
     matplotlib.rcParams["font.family"] = "sans-serif"
-    best = answer["best"]
+    best, question = answer["best"], answer["question"]
     rows = [row for row in answer["rows"] if row["fits"]][:_BARS]
-    name = {"layouts": "method", "machines": "machine", "models": "model", "grid": "machine"}[answer["question"]]
-    labels = [f"{row['model']}, {row['machine']}" if answer["question"] == "grid" else row[name] for row in rows]
+    name = {"layouts": "method", "machines": "machine", "models": "model", "grid": "machine"}[question]
+    labels = [f"{row['model']}, {row['machine']}" if question == "grid" else row[name] for row in rows]
     pictures = [
-        ("Days against dollars", "The line joins what nothing else beats in both.", _days_and_dollars(answer)),
-        ("Which models fit which machine, and how long they take", "Days by the best method.", _feasibility(answer)),
+        (
+            "Which models fit which machine, and how long they take",
+            "Time by the best method. Green: the naive method fits, too; amber: not, or not asked (--space=paper22).",
+            _feasibility(answer),
+        ),
+        (
+            "Days against dollars",
+            "Log scales." if question == "grid" else "The line joins the machines that no other beats in both.",
+            _days_and_dollars(answer),
+        ),
         ("Where the time goes", "Seconds of an optimizer step.", _bars([r["step"] for r in rows], labels, "seconds")),
         (
             "What the memory holds",
@@ -42,7 +51,7 @@ def page(answer: dict[str, Any]) -> str:
     ]
     environment = jinja2.Environment(autoescape=True)
     return environment.from_string(_TEMPLATE).render(
-        title=f"{best['model']} on {best['machine']}",
+        title=_title(answer),
         days=days_text(best["days"]),
         usd=usd_text(best["cost_usd"]),
         best=best,
@@ -52,38 +61,59 @@ def page(answer: dict[str, Any]) -> str:
     )
 
 
+def _title(answer: dict[str, Any]) -> str:
+    best = answer["best"]
+    return {
+        "layouts": f"{best['model']} on {best['machine']}",
+        "machines": f"Machines for {best['model']}",
+        "models": f"Models on {best['machine']}",
+        "grid": f"{len(answer['models'])} models on {len(answer['machines'])} machines",
+    }[answer["question"]]
+
+
 def _days_and_dollars(answer: dict[str, Any]) -> str:
-    """Of machines or models; layouts of one machine cost what they take."""
+    """Of machines, with those that nothing beats joined; or of all models on each machine."""
     rows = [row for row in answer["rows"] if row["fits"] and row["cost_usd"] is not None]
     if answer["question"] not in ("machines", "grid") or len(rows) < 2:
         return ""
     figure, axes = _figure(8, 5)
-    front = [row for row in rows if row["machine"] in answer["pareto"]] if answer["question"] == "machines" else []
-    axes.scatter([r["days"] for r in rows], [r["cost_usd"] for r in rows], s=18, color=_FAINT, edgecolor=_COLOURS[0])
-    front.sort(key=lambda row: row["days"])
-    axes.plot([r["days"] for r in front], [r["cost_usd"] for r in front], color=_COLOURS[3], marker="o", markersize=5)
-    for row in front:
-        place = (row["days"], row["cost_usd"])
-        axes.annotate(row["machine"], place, textcoords="offset points", xytext=(6, 5), fontsize=9, color=_INK)
+    if answer["question"] == "machines":
+        axes.scatter(*_places(rows), s=18, color=_FAINT, edgecolor=_COLOURS[0])
+        series = [("", [row for row in rows if row["machine"] in answer["pareto"]], _COLOURS[3], "machine")]
+    else:
+        machines = zip(answer["machines"], itertools.cycle(_COLOURS), strict=False)
+        series = [(name, [row for row in rows if row["machine"] == name], colour, "model") for name, colour in machines]
+    for name, of_it, colour, label in series:
+        of_it.sort(key=lambda row: row["days"])
+        axes.plot(*_places(of_it), color=colour, marker="o", markersize=5, linewidth=1.2, label=name)
+        for i, row in enumerate(of_it):
+            place, above = (row["days"], row["cost_usd"]), (6, 4 if i % 2 == 0 else -11)
+            axes.annotate(row[label], place, textcoords="offset points", xytext=above, fontsize=8, color=_INK)
+    if answer["question"] == "grid":
+        axes.legend(frameon=False, fontsize=9)
     axes.set(xscale="log", yscale="log", xlabel="days", ylabel="USD, the cheaper of bought and rented")
     axes.grid(color=_FAINT, linewidth=0.6)
     return _svg(figure)
 
 
+def _places(rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    return [row["days"] for row in rows], [row["cost_usd"] for row in rows]
+
+
 def _feasibility(answer: dict[str, Any]) -> str:
+    """Models x machines."""
     if answer["question"] != "grid":
         return ""
     from matplotlib.patches import Rectangle
 
     cells = {(row["model"], row["machine"]): row for row in answer["rows"]}
-    models, machines = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
+    models, machines = answer["models"], answer["machines"]
     figure, axes = _figure(1.6 + 1.5 * len(machines), 1.0 + 0.55 * len(models))
     for y, model in enumerate(models):
         for x, machine in enumerate(machines):
             row = cells.get((model, machine))
             fits = row is not None and row["fits"]
-            naive = fits and row.get("naive_days") is not None
-            colour = _FAINT if not fits else "#a9cbb7" if naive else "#f0cf95"
+            colour = _FAINT if not fits else "#f0cf95" if row["naive_days"] is None else "#a9cbb7"
             axes.add_patch(Rectangle((x, y), 0.96, 0.92, color=colour))
             text = days_text(row["days"]) if fits else "does not fit"
             axes.text(x + 0.48, y + 0.46, text, ha="center", va="center", fontsize=10, color=_INK)
@@ -94,7 +124,6 @@ def _feasibility(answer: dict[str, Any]) -> str:
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_title("green: without saving memory, too; amber: only with", fontsize=9, color=_INK, loc="left")
     return _svg(figure)
 
 
@@ -154,7 +183,8 @@ _TEMPLATE = """<!doctype html>
   @media print { body { margin: 0; max-width: none; } pre { font-size: 0.55rem; } figure { break-inside: avoid; } }
 </style>
 <h1>{{ title }}</h1>
-<p class="answer"><b>{{ days }}</b>, {{ usd }}: {{ best.method }}, micro-batches of {{ best.micro_batch_size }}.</p>
+<p class="answer"><b>{{ days }}</b>, {{ usd }}: {{ best.model }} on {{ best.machine }}, {{ best.method }},
+micro-batches of {{ best.micro_batch_size }}.</p>
 <p class="quiet">Predicted, {{ best.label }}; within {{ band }}. Nothing was run.</p>
 <pre class="command">{{ best.command }}</pre>
 {% for title, text, picture in pictures %}

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from jaxpretrain.hardware import Machine
 from jaxpretrain.plan import aot
-from jaxpretrain.plan.answer import Measurements, machine_rows, pareto
+from jaxpretrain.plan.answer import Measurements, machine_rows, name_of, pareto
 from jaxpretrain.plan.search import Subject
 from jaxpretrain.schema import IMAGE_FAMILIES
 
@@ -65,12 +65,15 @@ def answer(
     config = configs[recipe]
     return {
         "question": question,
+        "space": space,
         "recipe": recipe,
         "budget_usd": budget_usd,
         "deadline_days": deadline_days,
         "steps": config.steps,
         "batch_size": config.batch_size,
-        "unit": "image" if config.model.family in IMAGE_FAMILIES else "token",
+        "models": [name_of(recipe) for recipe in configs],
+        "machines": [machine.name for machine in machines],
+        "unit": " or ".join(dict.fromkeys(_unit(config) for config in configs.values())),
         "best": affordable[0],
         "pareto": [r["machine"] for r in pareto(affordable)] if question == "machines" else [],
         "rows": affordable + ([] if budget_usd or deadline_days else others),
@@ -80,6 +83,10 @@ def answer(
 def _naive_days(table: list[dict[str, Any]]) -> float | None:
     """Where the space has the naive method, and that fits."""
     return next((r["days"] for r in table if r["method"] == "naive" and r["fits"]), None)
+
+
+def _unit(config: ConfigDict) -> str:
+    return "images" if config.model.family in IMAGE_FAMILIES else "tokens"
 
 
 def _within(row: dict[str, Any], budget_usd: float | None, deadline_days: float | None) -> bool:
@@ -176,9 +183,11 @@ def _table(answer: dict[str, Any]) -> str:
     table = Table(box=None, pad_edge=False)
     for name in names:
         table.add_column(name)
-    for name in ("micro-batch", "days", f"{answer['unit']}s/s", "MFU", "GiB", "of", "limit", "USD"):
+    for name in ("micro-batch", "days", f"{answer['unit']}/s", "MFU", "GiB", "of", "limit", "USD"):
         table.add_column(name, justify="left" if name == "limit" else "right")
-    for r in rows[:_SHOWN]:
+    shown = _trade_offs(rows) if question == "layouts" and answer["space"] != "paper22" else rows
+    shown = shown[: _SHOWN if answer["space"] != "paper22" else None]
+    for r in shown:
         table.add_row(
             *(r[name] for name in names),
             str(r["micro_batch_size"]),
@@ -190,20 +199,30 @@ def _table(answer: dict[str, Any]) -> str:
             r["limit"],
             "" if r["cost_usd"] is None else f"{r['cost_usd']:,.0f}",
         )
-    left_out, misfits = len(rows) - _SHOWN, len(answer["rows"]) - len(rows)
-    notes = [f"{left_out} more rows"] * (left_out > 0) + [f"{misfits} that do not fit"] * (misfits > 0)
+    left_out, misfits = len(rows) - len(shown), len(answer["rows"]) - len(rows)
+    what = "are slower and need no less memory" if question == "layouts" else "more"
+    notes = [f"{left_out} {what}"] * (left_out > 0) + [f"{misfits} do not fit"] * (misfits > 0)
     if any(r.get("verified") for r in rows):
         notes.append("* by the compiler")
     return _text(table) + (f"\n({'; '.join(notes)}; --json=FILE has all)" if notes else "")
 
 
+def _trade_offs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of rows in their order, those that need less memory than all that are faster."""
+    least, front = float("inf"), []
+    for r in rows:
+        if r["peak_bytes"] < least:
+            front.append(r)
+            least = r["peak_bytes"]
+    return front
+
+
 def _grid(answer: dict[str, Any]) -> str:
     cells = {(r["model"], r["machine"]): r for r in answer["rows"]}
-    machines = list(dict.fromkeys(machine for _, machine in cells))
-    table = Table("model", *machines, box=None, pad_edge=False)
-    for model in dict.fromkeys(model for model, _ in cells):
+    table = Table("model", *answer["machines"], box=None, pad_edge=False)
+    for model in answer["models"]:
         texts = []
-        for machine in machines:
+        for machine in answer["machines"]:
             r = cells.get((model, machine))
             if r is None or not r["fits"]:
                 texts.append("does not fit")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 
 from ml_collections import ConfigDict
@@ -167,20 +168,24 @@ _LAYOUT_KEYS = ("parallel.strategy", "parallel.remat", "parallel.offload")
 
 def _methods(subject: Subject, machine: Machine, num_devices: int, space: str) -> Iterator[tuple[str, Subject, dict]]:
     num_layers = min(stack.num_layers for stack in subject.work.stacks)
-    fractions = range(1, num_layers) if space == "full" else {num_layers * n // 4 for n in (1, 2, 3)} - {0}
-    remats = ("none", "dots", *(f"full:{k}" for k in sorted(fractions)), "full", "offload")
-    for strategy in _STRATEGIES if num_devices > 1 else ("ddp",):
-        for tensor in _tensor_degrees(subject.config, machine, num_devices):
-            if strategy != "ddp" and num_devices == tensor:
-                continue
-            for remat in remats:
-                for offload in _offloads(subject.config, machine.accelerator):
-                    parts = [strategy, *([f"tensor {tensor}"] if tensor > 1 else [])]
-                    parts += [
-                        f"{what} {value}" for what, value in (("remat", remat), ("offload", offload)) if value != "none"
-                    ]
-                    layout = dict(strategy=strategy, tensor=tensor, remat=remat, offload=offload)
-                    yield ", ".join(parts), subject, {"num_devices": num_devices, **layout}
+    some = range(1, num_layers) if space == "full" else sorted({num_layers * n // 4 for n in (1, 2, 3)} - {0})
+    remats = ("none", "dots", *(f"full:{k}" for k in some), "full", "offload")
+    offloads = _offloads(subject.config, machine.accelerator)
+    degrees = _tensor_degrees(subject.config, machine, num_devices)
+    for strategy, tensor, remat, offload in itertools.product(_STRATEGIES, degrees, remats, offloads):
+        layout = dict(num_devices=num_devices, strategy=strategy, tensor=tensor)
+        if not _is_of_its_own(Layout(num_nodes=machine.nodes, **layout)):
+            continue
+        parts = {"tensor": tensor if tensor > 1 else "none", "remat": remat, "offload": offload}
+        name = ", ".join([strategy, *(f"{key} {value}" for key, value in parts.items() if value != "none")])
+        yield name, subject, layout | {"remat": remat, "offload": offload}
+
+
+def _is_of_its_own(layout: Layout) -> bool:
+    """Whether its strategy is not the same program as a simpler one."""
+    if layout.strategy == "hsdp":
+        return layout.mesh.shape["replica"] > 1 and layout.mesh.shape["fsdp"] > 1
+    return layout.strategy == "ddp" or layout.num_data_shards > 1
 
 
 def _tensor_degrees(config: ConfigDict, machine: Machine, num_devices: int) -> list[int]:

@@ -54,6 +54,11 @@ def test_what_is_no_training_adds_days(config):
     assert plain.checkpoint_days == pytest.approx(3e9 / machine.accelerator.host_link / 86400)
     config.checkpoint.every = 864
     assert cost(config, machine, STATE, 1.0).checkpoint_days == pytest.approx(1000 * plain.checkpoint_days)
+    lost = cost(config, machine, STATE, 1.0).restart_days
+    config.checkpoint.every_minutes = 7.2  # half of the 864 seconds
+    assert cost(config, machine, STATE, 1.0).checkpoint_days == pytest.approx(2000 * plain.checkpoint_days)
+    assert cost(config, machine, STATE, 1.0).restart_days < lost < plain.restart_days
+    config.checkpoint.every_minutes = 0.0
     config.eval.every, config.eval.max_tokens = 8640, 100 * config.batch_size * config.seq_len
     assert cost(config, machine, STATE, 1.0).evaluation_days == pytest.approx(100 * 100 / 3 / 86400)
     cut = cost(config, machine, STATE, 1.0, job_hours=4.0)
