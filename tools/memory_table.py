@@ -116,6 +116,13 @@ CELLS = [
     *_cells("vit_large", "rtx-3090", 2, ("zero2", _FULL)),
     *_cells("vit_large", "v4-8", 4, ("zero1", {})),
     *_cells("vit_large", "v3-8", 8, ("fsdp", _FULL)),
+    # Activations that fill the device, as plans have them.
+    *_cells("pythia160m", "v5e-8", 8, ("zero1", {}), ("fsdp", {}), ("fsdp", {"micro_batch_size": "8"})),
+    *_cells("pythia160m", "v4-8", 4, ("zero1", {"micro_batch_size": "32"}), ("ddp", {"parallel.remat": "full:6"})),
+    *_cells("pythia1b", "v4-8", 4, ("zero2", {"micro_batch_size": "8"})),
+    *_cells("pythia160m", "a100-80gb", 4, ("zero1", {"micro_batch_size": "128"}), ("fsdp", {"micro_batch_size": "64"})),
+    *_cells("pythia1b", "a100-80gb", 4, ("zero2", {"micro_batch_size": "32"})),
+    *_cells("roberta_large", "v5e-8", 8, ("ddp", {"micro_batch_size": "16"})),
 ]
 
 
@@ -131,20 +138,23 @@ def compile_cell(cell: dict) -> dict:
     from jaxpretrain.parallel.mesh import make_mesh, num_data_shards
     from jaxpretrain.plan import aot
     from jaxpretrain.plan.memory import state_bytes
+    from jaxpretrain.plan.search import precision_for
     from jaxpretrain.plan.verify import compile_step
 
-    micro_batch_size = MODELS[cell["model"]]
-    overrides = [("data.source", "synthetic"), ("micro_batch_size", str(micro_batch_size)), *cell["overrides"].items()]
-    config = config_lib.load(f"{ROOT}/configs/{cell['model']}.py", overrides)
+    overrides = {"data.source": "synthetic", "micro_batch_size": str(MODELS[cell["model"]])} | cell["overrides"]
+    config = config_lib.load(f"{ROOT}/configs/{cell['model']}.py", list(overrides.items()))
     devices = aot.topology(cell["target"], cell["count"])
+    accelerator = hardware.find(devices[0].device_kind)
+    for key, value in precision_for(config, accelerator).items():  # TPUs have no float16
+        config_lib.override(config, key, value)
     mesh = make_mesh(config.parallel.strategy, devices, tensor=config.parallel.tensor)
-    config.batch_size = 2 * micro_batch_size * num_data_shards(mesh)
+    config.batch_size = 2 * config.micro_batch_size * num_data_shards(mesh)
     state, started = state_bytes(config, mesh), time.time()
     verdict = compile_step(config, devices)
     result = cell | {
         "attention": verdict.attention,
-        "limit": hardware.find(devices[0].device_kind).memory_bytes,
-        "micro_batch_size": micro_batch_size,
+        "limit": accelerator.memory_bytes,
+        "micro_batch_size": config.micro_batch_size,
         "state": state.device,
         "state_host": state.host,
         "seconds": time.time() - started,

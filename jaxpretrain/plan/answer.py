@@ -11,6 +11,7 @@ from typing import Any
 from jaxpretrain.hardware import Machine
 from jaxpretrain.plan.cost import cost
 from jaxpretrain.plan.search import Candidate, Subject, search
+from jaxpretrain.plan.verify import Verdict, verified
 
 # 90th percentiles of the absolute errors in docs/benchmarks/prediction.md.
 CALIBRATED, NOT_VALIDATED, MEASURED = "calibrated on another stack", "not validated", "measured here"
@@ -53,16 +54,15 @@ def correction(measured: Measurements, candidates: Iterable[Candidate]) -> tuple
     return factor, max(0.02, max(abs(ratio / factor - 1) for ratio in ratios))
 
 
-def row(
-    subject: Subject, candidate: Candidate, recipe: str, job_hours: float | None = None, **corrected
-) -> dict[str, Any]:
+def row(candidate: Candidate, recipe: str, job_hours: float | None = None, **corrected) -> dict[str, Any]:
     """What is written for a candidate.
 
     Args:
       recipe: what `--config` is.
       corrected: `factor` and `band` of measurements on this machine, and `seconds` where it was measured itself.
     """
-    config, machine = subject.config, candidate.machine
+    subject, machine = candidate.subject, candidate.machine
+    config = subject.config
     seconds = corrected.get("seconds") or candidate.step.total * corrected.get("factor", 1.0)
     speed = candidate.step.total / seconds
     costs = cost(config, machine, candidate.memory.state, seconds, job_hours)
@@ -129,18 +129,39 @@ def name_of(recipe: str) -> str:
     return pathlib.Path(recipe.partition(":")[0]).stem
 
 
-def machine_rows(subject: Subject, machine: Machine, recipe: str, space: str, measured: Measurements | None,
-                 job_hours: float | None = None) -> list[dict[str, Any]]:  # fmt: skip
-    """All methods of a space on one machine, the best first."""
+def machine_rows(
+    subject: Subject,
+    machine: Machine,
+    recipe: str,
+    space: str,
+    measured: Measurements | None = None,
+    job_hours: float | None = None,
+    verify: int = 0,
+) -> list[dict[str, Any]]:
+    """All methods of a space on one machine, the best first; the best `verify` with the compiler's bytes."""
     candidates = search(subject, machine, space)
     found = correction(measured, candidates) if measured else None
     factor = {"factor": found[0], "band": found[1]} if found else {}
+    verdicts = verified(candidates, verify) if verify else {}
     rows = []
-    for candidate in candidates:
+    for candidate in dict.fromkeys([*candidates, *verdicts]):
         seconds = measured and measured.seconds.get(frozenset(candidate.overrides.items()))
         corrected = factor | ({"seconds": seconds, "band": 0.02} if seconds else {})
-        rows.append(row(subject, candidate, recipe, job_hours, **corrected))
+        verdict = verdicts.get(candidate)
+        rows.append(
+            row(candidate, recipe, job_hours, **corrected) | (_by_compiler(candidate, verdict) if verdict else {})
+        )
     return sorted(rows, key=lambda r: (not r["fits"], r["days"] if r["fits"] else r["peak_bytes"]))
+
+
+def _by_compiler(candidate: Candidate, verdict: Verdict) -> dict[str, Any]:
+    """What replaces the prediction."""
+    predicted = candidate.memory.device
+    said = {"verified": True, "predicted_peak_bytes": predicted, "estimated_cycles": verdict.estimated_cycles}
+    if verdict.memory is None:
+        return said | {"fits": False, "limit": "memory", "refusal": verdict.refusal}
+    fits = verdict.memory.device <= candidate.machine.accelerator.usable_bytes
+    return said | {"peak_bytes": verdict.memory.device, "fits": fits} | ({} if fits else {"limit": "memory"})
 
 
 def pareto(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

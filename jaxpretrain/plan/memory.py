@@ -118,16 +118,17 @@ class PeakBytes:
 
 # Multiples of the sizes that `working_sizes` names, fitted to the compilers' reports. A TPU's compiler holds more
 # float32 at once, and gathers ahead.
-GPU = dict(layer_kept=1.45, logits=0.77, gathered=3.78, recomputed=0.44, loop=0.03, streamed=0.72, split_stack=2.43)
+GPU = dict(layer_kept=1.76, logits=0.58, gathered=3.96, recomputed=0.22, loop=0.03, streamed=0.62, split_stack=2.49)
 TPU = dict(
-    layer_kept=4.67,
-    gathered=1.16,
-    gathered_outside=2.54,
-    recomputed=0.71,
-    loop=0.03,
-    streamed=2.14,
-    compute_copy=0.79,
-    whole_gradients=0.62,
+    layer_kept=4.94,
+    gathered=2.00,
+    gathered_outside=1.73,
+    recomputed=1.56,
+    loop=0.02,
+    streamed=3.39,
+    compute_copy=0.52,
+    padded_heads=0.99,
+    whole_gradients=0.70,
 )
 
 
@@ -155,6 +156,11 @@ def working_sizes(shapes: Shapes, work: Work, state: StateBytes, layout: Layout)
     outside = sum(size for name, size in copy.items() if name not in stacks)
     logits = 4 * rows * work.num_targets * work.vocab_size // layout.tensor
     gradients = 4 * sum(shapes.sizes.values()) // layout.tensor
+    width = shapes.compute_dtype.itemsize
+
+    def padded(stack: Stack) -> int:
+        return _kept_layers(stack, layout.remat) * _head_padding(stack)
+
     return {
         "layer_kept": largest,  # what one layer makes, in its backward
         "logits": logits if shapes.whole_logits else min(logits, CHUNK_BYTES),
@@ -165,19 +171,35 @@ def working_sizes(shapes: Shapes, work: Work, state: StateBytes, layout: Layout)
         "streamed": (layout.offload != "none") * layer,  # state on its way from and to the host
         "split_stack": (remat == "full" and ":" in layout.remat) * layer,
         "compute_copy": state.compute_copy,
+        "padded_heads": width * rows * sum(map(padded, work.stacks)) // layout.tensor,
         "whole_gradients": (layout.strategy in ("ddp", "zero1")) * gradients,
     }
 
 
 def _kept_bytes(stack: Stack, remat: str) -> int:
     """Of one row, on the device: all layers' results that stay for the backward, by `parallel.remat`."""
-    kind, _, argument = remat.partition(":")
-    if kind == "full" and argument:
-        num_full = min(int(argument), stack.num_layers)
-        return num_full * stack.kept["full"] + (stack.num_layers - num_full) * stack.kept["none"]
+    kind = remat.partition(":")[0]
     if kind == "offload":
         return 0
+    if kind == "full":
+        whole = _kept_layers(stack, remat)
+        return whole * stack.kept["none"] + (stack.num_layers - whole) * stack.kept["full"]
     return stack.num_layers * stack.kept[remat]
+
+
+def _kept_layers(stack: Stack, remat: str) -> int:
+    """Layers of which the results of attention stay: with none and dots all, with `full:K` all but K."""
+    kind, _, argument = remat.partition(":")
+    if kind == "full":
+        return max(0, stack.num_layers - int(argument)) if argument else 0
+    return stack.num_layers if kind in ("none", "dots") else 0
+
+
+def _head_padding(stack: Stack) -> int:
+    """Numbers per row that TPUs add to queries, keys, values and output of heads narrower than their 128 lanes."""
+    if not stack.attention_numbers:
+        return 0
+    return stack.attention_numbers * (-stack.head_dim % 128) // stack.head_dim
 
 
 def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpretrain.hardware import Machine
-from jaxpretrain.plan import aot
 from jaxpretrain.plan.answer import Measurements, machine_rows, name_of, pareto
 from jaxpretrain.plan.search import Subject
 from jaxpretrain.schema import IMAGE_FAMILIES
@@ -40,14 +39,12 @@ def answer(
     measured = Measurements.read(workdir) if workdir and Measurements.exist(workdir) else None
     subjects = {recipe: Subject(config) for recipe, config in configs.items()}
     tables = {
-        (recipe, machine.name): machine_rows(subject, machine, recipe, space, measured, job_hours)
+        (recipe, machine.name): machine_rows(subject, machine, recipe, space, measured, job_hours, verify)
         for recipe, subject in subjects.items()
         for machine in machines
         if subject.can_run_on(machine)
     }
     question = _QUESTIONS[len(subjects) > 1, len(machines) > 1]
-    if verify:
-        _verify(tables, configs, machines, verify)
     if question == "layouts":
         rows = next(iter(tables.values()), [])
     else:
@@ -132,32 +129,6 @@ def _nothing_fits(subject: Subject, recipe: str, machines: list[Machine], space:
         if found and found[0]["fits"]:
             return f"{what}; the nearest machine on which it does is {machine.name}: {found[0]['method']}"
     return f"{what}, nor on any machine of up to 8 devices in the catalogue; name more with --nodes or a larger slice"
-
-
-def _verify(tables: dict, configs: dict[str, ConfigDict], machines: list[Machine], number: int) -> None:
-    """Replaces the predicted bytes of the best layouts by those of the compiler; what it refuses does not fit."""
-    from jaxpretrain import config as config_lib
-    from jaxpretrain.plan.verify import compile_step
-
-    by_name = {machine.name: machine for machine in machines}
-    for (recipe, name), rows in tables.items():
-        machine = by_name[name]
-        if machine.accelerator.aot_target is None:
-            raise ValueError(f"--verify: there is no compiler here for {name}; leave it out")
-        devices = aot.topology(machine.aot_target, machine.num_devices)
-        for row in [r for r in rows if r["fits"]][:number]:
-            config = configs[recipe].copy_and_resolve_references()
-            for key, value in row["overrides"].items():
-                config_lib.override(config, key, value)
-            verdict = compile_step(config, devices[: row["devices_used"]])
-            row["verified"] = True
-            if verdict.memory is None:
-                row |= {"fits": False, "limit": "memory", "refusal": verdict.refusal}
-                continue
-            row["predicted_peak_bytes"], row["peak_bytes"] = row["peak_bytes"], verdict.memory.device
-            row["fits"] = row["peak_bytes"] <= row["usable_bytes"]
-            row["estimated_cycles"] = verdict.estimated_cycles
-        rows.sort(key=lambda r: (not r["fits"], r["days"]))
 
 
 def to_text(answer: dict[str, Any]) -> str:

@@ -26,10 +26,10 @@ _NO_OFFLOAD = ("v2", "v3")
 class Candidate:
     """A layout on a machine, and what is predicted of it."""
 
+    subject: "Subject"
     method: str  # what it is called, for people
     machine: Machine
     layout: Layout
-    extra: tuple[tuple[str, str], ...]  # overrides beside the layout's: of the precision, of the naive method
     memory: PeakBytes
     step: StepTime
     tokens_per_second: float  # of all devices; images for vision
@@ -41,14 +41,23 @@ class Candidate:
 
     @property
     def overrides(self) -> dict[str, str]:
-        return self.layout.overrides | dict(self.extra)
+        return self.layout.overrides | self.subject.extra
+
+    def smaller(self) -> "Candidate | None":
+        """With the next smaller micro-batch; None: it has one row."""
+        rows = self.subject.config.batch_size // self.layout.num_data_shards
+        size = next((d for d in range(self.layout.micro_batch_size - 1, 0, -1) if rows % d == 0), None)
+        if size is None:
+            return None
+        layout = dataclasses.replace(self.layout, micro_batch_size=size)
+        return self.subject.evaluate(self.method, self.machine, layout)
 
 
 class Subject:
     """A config that is planned: what does not depend on the layout is found out once."""
 
     def __init__(self, config: ConfigDict, extra: dict[str, str] | None = None):
-        """Of a checked config, with overrides that no layout has."""
+        """Of a checked config, with overrides that no layout has: of the precision, of the naive method."""
         self.extra = dict(extra or {})
         config = config.copy_and_resolve_references()
         with config.ignore_type():
@@ -71,7 +80,7 @@ class Subject:
 
     def can_run_on(self, machine: Machine) -> bool:
         """Whether its devices have matrix units for a precision that the model may use."""
-        return _precision(self.config, machine.accelerator) is not None
+        return precision_for(self.config, machine.accelerator) is not None
 
     @functools.cache  # noqa: B019 a process has few subjects
     def state(self, strategy: str, num_devices: int, num_nodes: int, tensor: int, offload: str) -> StateBytes:
@@ -97,10 +106,10 @@ class Subject:
         tokens_per_second = config.batch_size * self.work.num_tokens / step.total
         peak = machine.accelerator.peak_flops(config.precision.compute, config.precision.matmul)
         return Candidate(
+            subject=self,
             method=method,
             machine=machine,
             layout=layout,
-            extra=tuple(self.extra.items()),
             memory=self.memory(layout, machine.accelerator),
             step=step,
             tokens_per_second=tokens_per_second,
@@ -124,7 +133,7 @@ def search(subject: Subject, machine: Machine, space: str = "default") -> list[C
 
     Raises ValueError where the device has matrix units for no precision that the model may use.
     """
-    precision = _precision(subject.config, machine.accelerator)
+    precision = precision_for(subject.config, machine.accelerator)
     if precision is None:
         compute = subject.config.precision.compute
         raise ValueError(f"precision.compute={compute}: {machine.name} has no matrix units for it; name another device")
@@ -137,7 +146,7 @@ def search(subject: Subject, machine: Machine, space: str = "default") -> list[C
     return sorted(candidates, key=lambda c: (not c.fits, c.step.total if c.fits else c.memory.device))
 
 
-def _precision(config: ConfigDict, accelerator: Accelerator) -> dict[str, str] | None:
+def precision_for(config: ConfigDict, accelerator: Accelerator) -> dict[str, str] | None:
     """What has to be set for the device: it may have no units for the recipe's 16-bit type. None: nothing helps."""
     wanted = config.precision.compute
     for compute in (wanted, *(("bfloat16", "float16", "float32") if wanted != "float32" else ())):

@@ -6,10 +6,12 @@ import re
 import jax
 from ml_collections import ConfigDict
 
+from jaxpretrain import config as config_lib
 from jaxpretrain.errors import is_out_of_memory
 from jaxpretrain.parallel import offload
 from jaxpretrain.parallel.mesh import make_mesh
 from jaxpretrain.plan import aot
+from jaxpretrain.plan.search import Candidate
 from jaxpretrain.step import make_train_step
 
 
@@ -41,6 +43,33 @@ def compile_step(config: ConfigDict, devices: list[jax.Device]) -> Verdict:
     offload.check(compiled, train_step.state, parallel.remat.startswith("offload"))
     is_tpu = devices[0].platform == "tpu"
     return Verdict(aot.memory(compiled), None, attention, estimated_cycles(compiled.as_text()) if is_tpu else None)
+
+
+def verified(candidates: list[Candidate], number: int) -> dict[Candidate, Verdict]:
+    """Verdicts until the fastest `number` are known to fit; what is refused goes on with a smaller micro-batch.
+
+    Args:
+      candidates: of one machine, as `plan.search.search` sorts them.
+
+    Raises ValueError if there is no compiler for the machine.
+    """
+    machine = candidates[0].machine
+    if machine.aot_target is None:
+        raise ValueError(f"--verify={number}: no compiler here is for {machine.name}; leave it out")
+    devices = aot.topology(machine.aot_target, machine.num_devices)
+    waiting, verdicts = [c for c in candidates if c.fits], {}
+    while pending := [c for c in waiting[:number] if c not in verdicts]:
+        candidate = pending[0]
+        config = candidate.subject.config.copy_and_resolve_references()
+        for key, value in candidate.overrides.items():
+            config_lib.override(config, key, value)
+        verdict = verdicts[candidate] = compile_step(config, devices[: candidate.layout.num_devices])
+        if verdict.memory is None or verdict.memory.device > machine.accelerator.usable_bytes:
+            waiting.remove(candidate)
+            if smaller := candidate.smaller():
+                waiting.append(smaller)
+                waiting.sort(key=lambda c: c.step.total)
+    return verdicts
 
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][a-z0-9\-]*)\(")

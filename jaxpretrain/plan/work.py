@@ -45,7 +45,8 @@ class Stack:
     num_layers: int
     products: tuple[Product, ...]
     attention_flops: int  # causal attention counted once
-    attention_heads_dim: int  # of queries: H x K; 0: there is none
+    attention_numbers: int  # of queries, keys, values and output; 0: there is none
+    head_dim: int
     loop_numbers: int  # written within loops that are no products (a selective scan)
     input_bytes: int
     kept: dict[str, int]  # `parallel.remat` -> bytes kept for the backward, on the device or the host
@@ -82,7 +83,7 @@ def trace(config: ConfigDict) -> Work:
         """Costs nothing, and is seen."""
         num_rows, num_queries, num_heads, head_dim = q.shape
         flops = 4 * num_rows * num_queries * k.shape[1] * num_heads * head_dim
-        attended.append((flops // 2 if causal else flops, num_heads * head_dim))
+        attended.append((flops // 2 if causal else flops, 2 * q.size + k.size + v.size, head_dim))
         return q
 
     def run_layers(block: Callable, layers: Any, x: jax.Array, stack: str) -> jax.Array:
@@ -90,14 +91,15 @@ def trace(config: ConfigDict) -> Work:
         num_layers, index = jax.tree.leaves(layers)[0].shape[0], jax.ShapeDtypeStruct((), jnp.int32)
         attended.clear()
         jaxpr = jax.make_jaxpr(block)(one, x, index).jaxpr
-        attention_flops, heads_dim = attended[-1] if attended else (0, 0)
+        attention_flops, attention_numbers, head_dim = attended[-1] if attended else (0, 0, 0)
         stacks.append(
             Stack(
                 name=stack,
                 num_layers=num_layers,
                 products=tuple(_products(jaxpr, _sizes(one))),
                 attention_flops=attention_flops,
-                attention_heads_dim=heads_dim,
+                attention_numbers=attention_numbers,
+                head_dim=head_dim,
                 loop_numbers=_loop_numbers(jaxpr),
                 input_bytes=x.size * x.dtype.itemsize,
                 kept={},
