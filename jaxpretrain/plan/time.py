@@ -115,7 +115,7 @@ def step_time(
     Raises ValueError for a precision that the device has no matrix units for.
     """
     forward = _Forward(work, layout, machine, compute, matmul, fitted)
-    links = _Links(work, layout, machine, fitted)
+    links = _Links(work, layout, machine, compute, fitted)
     num_micro_batches = batch_size // (layout.num_data_shards * layout.micro_batch_size)
     device = machine.accelerator
     # Weights are read by three products; their gradients are written and added to the float32 sums.
@@ -143,6 +143,11 @@ def step_time(
     )
 
 
+def _width(compute: str) -> int:
+    """Bytes of a number of the compute copy and of activations."""
+    return 4 if compute == "float32" else 2
+
+
 def _exposed(transfer: float, computing: float, fitted: Calibration) -> float:
     """What a transfer adds to computing beside which it runs."""
     return max(transfer, computing) + (1 - fitted.overlap) * min(transfer, computing) - computing
@@ -164,7 +169,7 @@ class _Forward:
         efficiency = fitted.matmul_power_bound if power_bound else fitted.matmul
         self._flops = efficiency * peaks[compute]
         self._attention_flops = peaks[outside] * (fitted.attention_power_bound if power_bound else fitted.attention)
-        self._seconds_per_number = fitted.passes * (4 if compute == "float32" else 2) / device.memory_bandwidth
+        self._seconds_per_number = fitted.passes * _width(compute) / device.memory_bandwidth
         self._rows = layout.micro_batch_size / layout.tensor
         self._layer_seconds = fitted.layer_seconds
         self._stacks = work.stacks
@@ -204,8 +209,9 @@ class _Forward:
 class _Links:
     """Seconds of what devices send each other. Rings: each byte enters every device once."""
 
-    def __init__(self, work: Work, layout: Layout, machine: Machine, fitted: Calibration):
+    def __init__(self, work: Work, layout: Layout, machine: Machine, compute: str, fitted: Calibration):
         self._work, self._layout, self._machine, self._fitted = work, layout, machine, fitted
+        self._copy_bytes = _width(compute) * work.num_params / layout.tensor  # of the parameters, whole
         self._num_layers = sum(stack.num_layers for stack in work.stacks)
         self._shape = layout.mesh.shape
 
@@ -229,8 +235,9 @@ class _Links:
             return self._seconds(state.micro_batch_gradients, "fsdp", self._num_layers)
         if self._layout.strategy not in ("fsdp", "hsdp"):
             return 0.0
-        whole = state.compute_copy * self._shape["fsdp"]
-        return self._seconds(3 * whole, "fsdp", 3 * self._num_layers)
+        # Parameters whose dims do not divide are whole already.
+        gathered = min(state.compute_copy * self._shape["fsdp"], self._copy_bytes)
+        return self._seconds(3 * gathered, "fsdp", 3 * self._num_layers)
 
     def per_step(self, state: StateBytes) -> float:
         """What is reduced after the last micro-batch, and gathered before the first."""

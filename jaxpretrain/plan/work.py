@@ -59,6 +59,7 @@ class Work:
     num_targets: int  # of the loss, per row of the batch
     vocab_size: int  # logits of each target
     num_tokens: int  # what one row of the batch counts as
+    num_params: int
 
     @property
     def forward_flops(self) -> int:
@@ -140,6 +141,7 @@ def trace(config: ConfigDict) -> Work:
         num_targets=objective.num_targets,
         vocab_size=config.model.vocab_size if is_text else config.model.image.num_classes,
         num_tokens=config.seq_len if is_text else 1,
+        num_params=sum(math.prod(info.shape) for info in jax.tree.leaves(described)),
     )
 
 
