@@ -1,0 +1,81 @@
+"""Trials on disk: one file each, keyed by what the measurement depends on; `trials.jsonl` is derived from them."""
+
+import hashlib
+import json
+import os
+import pathlib
+import socket
+import time
+from typing import Any
+
+_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+
+
+class Trials:
+    """Of a work directory. Several sweeps may share it: files are written aside and renamed, trials claimed."""
+
+    def __init__(self, workdir: str, machine: dict[str, Any]):
+        """`machine`: of `trial.probe`. Raises ValueError if the directory cannot be written."""
+        self._workdir, self._machine, self._code = pathlib.Path(workdir), machine, code_version()
+        self._folder, self.num_devices = self._workdir / "trials", machine["num_devices"]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--workdir={workdir} cannot be written: {error.strerror}; choose another") from error
+
+    def key(self, config_json: str) -> str:
+        """Of the resolved config, the code, the versions and the devices."""
+        content = json.dumps([json.loads(config_json), self._code, self._machine], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        try:
+            return json.loads((self._folder / f"{key}.json").read_text())
+        except FileNotFoundError:
+            return None
+
+    def put(self, key: str, trial: dict[str, Any]) -> None:
+        aside = self._folder / f"{key}.{socket.gethostname()}.{os.getpid()}"
+        aside.write_text(json.dumps(trial))
+        os.replace(aside, self._folder / f"{key}.json")
+        self.release(key)
+        self._write_lines()
+
+    def forget(self, key: str) -> None:
+        (self._folder / f"{key}.json").unlink(missing_ok=True)
+
+    def claim(self, key: str, seconds: float) -> bool:
+        """Whether this process may run the trial: nobody else has claimed it within the time that it may take."""
+        file = self._folder / f"{key}.claim"
+        try:
+            if time.time() - file.stat().st_mtime > seconds:
+                file.unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
+        try:
+            with open(file, "x") as claimed:
+                claimed.write(f"{socket.gethostname()} {os.getpid()}")
+        except FileExistsError:
+            return False
+        return True
+
+    def release(self, key: str) -> None:
+        (self._folder / f"{key}.claim").unlink(missing_ok=True)
+
+    def all(self) -> list[dict[str, Any]]:
+        """In the order in which they ended."""
+        trials = [json.loads(file.read_text()) for file in self._folder.glob("*.json")]
+        return sorted(trials, key=lambda trial: trial["ended"])
+
+    def _write_lines(self) -> None:
+        aside = self._workdir / f"trials.jsonl.{socket.gethostname()}.{os.getpid()}"
+        aside.write_text("".join(json.dumps(trial) + "\n" for trial in self.all()))
+        os.replace(aside, self._workdir / "trials.jsonl")
+
+
+def code_version() -> str:
+    """Of what a step is made of: the package's files."""
+    digest = hashlib.sha256()
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(str(file.relative_to(_PACKAGE)).encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
