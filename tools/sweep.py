@@ -67,7 +67,9 @@ def step_time(argv: list[str]) -> int:
         ["python", "-m", "jaxpretrain.main", f"--config={arguments.config}", "--workdir=runs/NAME", *flags]
     )
     (pathlib.Path(arguments.workdir) / "best.json").write_text(json.dumps(best | {"command": command}, indent=1) + "\n")
-    print(f"\nfastest of {len(done)}: {best['method']}, {best['step_time']:.4g} s per step\ntrain:    {command}")
+    print(
+        f"\nfastest of {len(done)} programs: {best['method']}, {best['step_time']:.4g} s per step\ntrain:    {command}"
+    )
     return cli.EXIT_DONE
 
 

@@ -45,10 +45,10 @@ class Trials:
         (self._folder / f"{key}.json").unlink(missing_ok=True)
 
     def claim(self, key: str, seconds: float) -> bool:
-        """Whether this process may run the trial: nobody else has claimed it within the time that it may take."""
+        """Whether this process may run the trial: no other that lives has claimed it within the time it may take."""
         file = self._folder / f"{key}.claim"
         try:
-            if time.time() - file.stat().st_mtime > seconds:
+            if time.time() - file.stat().st_mtime > seconds or _is_dead(file.read_text()):
                 file.unlink(missing_ok=True)
         except FileNotFoundError:
             pass
@@ -71,6 +71,20 @@ class Trials:
         aside = self._workdir / f"trials.jsonl.{socket.gethostname()}.{os.getpid()}"
         aside.write_text("".join(json.dumps(trial) + "\n" for trial in self.all()))
         os.replace(aside, self._workdir / "trials.jsonl")
+
+
+def _is_dead(owner: str) -> bool:
+    """Whether the process of a claim is one of this host that has ended; of other hosts nothing is known."""
+    host, _, pid = owner.partition(" ")
+    if host != socket.gethostname() or not pid.isdecimal():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 def code_version() -> str:

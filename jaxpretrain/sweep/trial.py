@@ -4,11 +4,13 @@ Whole optimizer steps with the run's own data, accumulation and optimizer, each 
 there. The result is written whatever happens, but where the process is killed; then its parent says so.
 """
 
+import ctypes
 import json
 import math
 import os
 import pathlib
 import resource
+import signal
 import statistics
 import sys
 import time
@@ -33,6 +35,7 @@ MAX_WARM_UP, MIN_STEPS, MAX_STEPS = 12, 10, 40
 _STEADY = 0.05  # warm-up ends when three steps in a row lie within this of each other
 _TIGHT = 0.02  # and timing when the median is known to this, at 95 %
 FLAGGED_MFU, IMPOSSIBLE_MFU = 0.8, 1.0
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def measure(config: ConfigDict, on_compiled: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -139,7 +142,14 @@ def probe() -> dict[str, Any]:
     }
 
 
+def end_with_parent() -> None:
+    """A sweep that is killed leaves no trial behind that would hold the device. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main(request_file: str, result_file: str) -> None:
+    end_with_parent()
     request = json.loads(pathlib.Path(request_file).read_text())
     stage = ["compile"]
     try:

@@ -1,7 +1,13 @@
 """The sweep: what is measured, resumed, and recorded when trials fail; with trials that do as they are told."""
 
 import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -140,7 +146,13 @@ def test_a_claimed_trial_is_left_to_the_other_sweep(config, fake, tmp_path):
     said = []
     done, _ = run(config, tmp_path, methods="free_lunch", report=said.append)
     assert not done and not fake() and "another sweep" in said[0]
-    assert trials.claim(key, -1)  # who claimed it is long gone
+    assert not trials.claim(key, 60)
+    assert trials.claim(key, -1)  # it should have ended long ago
+    dead = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
+    ).stdout
+    (tmp_path / "trials" / f"{key}.claim").write_text(f"{socket.gethostname()} {dead.strip()}")
+    assert trials.claim(key, 60)  # who claimed it was killed
     trials.release(key)
     done, _ = run(config, tmp_path, methods="free_lunch")
     assert len(done) == 1
@@ -182,3 +194,31 @@ def test_refusals(config, space, methods, words):
     with pytest.raises(ValueError) as error:
         step_time.rows(config, CPU, space, methods)
     assert words in str(error.value)
+
+
+def test_a_killed_sweep_goes_on_and_leaves_no_trial_behind(tmp_path):
+    """The real tool, killed in its first trial; then two methods are measured. Fails without the parent's death signal,
+    or if the dead sweep's claim is respected."""
+    root = pathlib.Path(__file__).parents[2]
+    command = [sys.executable, str(root / "tools" / "sweep.py"), "step_time", "--config=configs/tiny.py"]
+    command += [f"--workdir={tmp_path}", "--methods=free_lunch", "--config.data.source=synthetic"]
+    environment = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": ""}
+    process = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "trials").glob("*.claim")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for child in map(int, children.split()):
+        while time.monotonic() < deadline and pathlib.Path(f"/proc/{child}").exists():
+            time.sleep(0.05)
+        assert not pathlib.Path(f"/proc/{child}").exists()
+    assert not list((tmp_path / "trials").glob("*.json"))
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert best["status"] == "ok" and best["overrides"]["data.source"] == "synthetic"
+    assert "--config.parallel.strategy=ddp" in best["command"]
+    assert len((tmp_path / "trials.jsonl").read_text().splitlines()) == 1
