@@ -35,7 +35,7 @@ def step_time(argv: list[str]) -> int:
     config = cli.load_config(arguments, overrides)
 
     from jaxpretrain.sweep import step_time as sweep
-    from jaxpretrain.sweep.cache import Trials
+    from jaxpretrain.sweep.cache import Trials, devices_of_this_host
 
     seconds = 60 * arguments.trial_minutes
     machine = sweep.probe(seconds)
@@ -46,18 +46,19 @@ def step_time(argv: list[str]) -> int:
         print(len(rows))
         return cli.EXIT_DONE
     print(f"{len(rows)} methods on {machine['num_devices']} x {machine['device_kind']}")
-    done = sweep.sweep(
-        arguments.config,
-        config,
-        rows,
-        trials,
-        dict(overrides),
-        trial_seconds=seconds,
-        max_trials=0 if arguments.cmd == "print" else arguments.max_trials,
-        max_seconds=arguments.max_minutes and 60 * arguments.max_minutes,
-        retry_failed=arguments.cmd == "retry-failed",
-        stop_early=arguments.space != "paper22",
-    )
+    with devices_of_this_host(arguments.workdir):
+        done = sweep.sweep(
+            arguments.config,
+            config,
+            rows,
+            trials,
+            dict(overrides),
+            trial_seconds=seconds,
+            max_trials=0 if arguments.cmd == "print" else arguments.max_trials,
+            max_seconds=arguments.max_minutes and 60 * arguments.max_minutes,
+            retry_failed=arguments.cmd == "retry-failed",
+            stop_early=arguments.space != "paper22",
+        )
     best = sweep.best(done)
     if best is None:
         print("nothing was measured yet" if not done else "no method went well; the lines above say why")

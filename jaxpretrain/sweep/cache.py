@@ -1,11 +1,15 @@
 """Trials on disk: one file each, keyed by what the measurement depends on; `trials.jsonl` is derived from them."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import pathlib
 import socket
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
@@ -71,6 +75,27 @@ class Trials:
         aside = self._workdir / f"trials.jsonl.{socket.gethostname()}.{os.getpid()}"
         aside.write_text("".join(json.dumps(trial) + "\n" for trial in self.all()))
         os.replace(aside, self._workdir / "trials.jsonl")
+
+
+@contextlib.contextmanager
+def devices_of_this_host(workdir: str) -> Iterator[None]:
+    """Held while trials run: two sweeps on the same devices would measure each other.
+
+    Sweeps on other hosts, or on other devices of this one by CUDA_VISIBLE_DEVICES, go on. Raises ValueError if taken.
+    """
+    visible = "".join(c for c in os.environ.get("CUDA_VISIBLE_DEVICES", "all") if c.isalnum() or c in "-,")
+    with open(pathlib.Path(workdir) / f".lock-{socket.gethostname()}-{visible}", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--workdir={workdir}: another sweep measures on these devices; wait for it or stop it"
+            ) from None
+        except OSError as error:  # a file system without locks
+            print(
+                f"warning: {workdir} cannot be locked ({error.strerror}); start one sweep on each host", file=sys.stderr
+            )
+        yield
 
 
 def _is_dead(owner: str) -> bool:

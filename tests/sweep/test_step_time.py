@@ -13,7 +13,7 @@ import pytest
 
 from jaxpretrain import config as config_lib
 from jaxpretrain.sweep import step_time
-from jaxpretrain.sweep.cache import Trials
+from jaxpretrain.sweep.cache import Trials, devices_of_this_host
 
 CPU = {"device_kind": "cpu", "num_devices": 4, "jax": "0"}
 A100 = {"device_kind": "NVIDIA A100-SXM4-80GB", "num_devices": 4, "jax": "0"}
@@ -156,6 +156,16 @@ def test_a_claimed_trial_is_left_to_the_other_sweep(config, fake, tmp_path):
     trials.release(key)
     done, _ = run(config, tmp_path, methods="free_lunch")
     assert len(done) == 1
+
+
+def test_one_sweep_at_a_time_on_the_same_devices(tmp_path, monkeypatch):
+    with devices_of_this_host(str(tmp_path)):
+        with pytest.raises(ValueError, match="another sweep measures on these devices"):
+            with devices_of_this_host(str(tmp_path)):
+                pass
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+        with devices_of_this_host(str(tmp_path)):
+            pass
 
 
 def test_on_a_known_device_the_plan_leads(fake, tmp_path):
