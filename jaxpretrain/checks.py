@@ -100,6 +100,9 @@ def _check_images(config: ConfigDict) -> None:
     for key, value in (("model.drop_path", model.drop_path), ("model.dropout", model.dropout)):
         if not 0 <= value < 1:
             raise ValueError(f"{key}={value}: must be at least 0 and below 1")
+    magnitude = data.images.randaugment_magnitude
+    if magnitude > 10:
+        raise ValueError(f"data.images.randaugment_magnitude={magnitude}: must be at most 10")
     smoothing = config.objective.label_smoothing
     if not 0 <= smoothing < 1:
         raise ValueError(f"objective.label_smoothing={smoothing}: must be at least 0 and below 1")
@@ -136,6 +139,8 @@ def _check_data(config: ConfigDict) -> None:
     for name, entry in data.mixture.items():
         if entry.get("weight", 1.0) <= 0:
             raise ValueError(f"data.mixture.{name}.weight={entry.weight}: must be above 0")
+        if entry.get("source") in set(IMAGE_SOURCES) - {"huggingface"}:
+            raise ValueError(f"data.mixture.{name}.source={entry.source!r} has images: mixtures are of text; change it")
         if entry.get("source") == "mixture":
             raise ValueError(f"data.mixture.{name}.source='mixture': mixtures do not nest; list its sources here")
 

@@ -60,6 +60,11 @@ def evaluate(
                 jax.block_until_ready(sums[i - 2])
     sums = jax.device_get(sums)
     total = {key: float(np.sum([batch[key] for batch in sums], dtype=np.float64)) for key in sums[0]}
+    if not total["targets"]:
+        raise ValueError(
+            f"eval.max_tokens={max_tokens}: nothing in the rows that are evaluated is to be predicted; raise it, or "
+            "objective.mask_fraction"
+        )
     accuracy = total["correct"] / total["targets"] if "correct" in total else None
     return Result(total["loss"] / total["targets"], int(total["targets"]), accuracy)
 

@@ -448,3 +448,16 @@ def test_every_rule_is_about_a_key_of_the_schema():
     rules = {*schema.CHOICES, *schema.AT_LEAST, *schema.READ_WHEN} - {"data.mixture", "optimizer.lr_multipliers"}
     assert rules <= known
     assert all(any(f"{key}.".startswith(prefix) for key in known) for prefix in schema.FREE_ON_RESUME)
+
+
+@pytest.mark.parametrize("source", ["images", "parquet", "arrayrecord", "digits"])
+def test_a_mixture_of_images_is_refused(source):
+    """Seen to fail: an UnboundLocalError, when the data was read."""
+    overrides = [("data.source", "mixture"), ("data.mixture.a.source", source)]
+    overrides += [("data.mixture.a.path", "x")] * (source != "digits")
+    assert f"data.mixture.a.source='{source}' has images" in refusal("configs/tiny_mamba.py", overrides)
+
+
+def test_randaugment_is_bounded():
+    overrides = [("data.images.randaugment_ops", "2"), ("data.images.randaugment_magnitude", "100")]
+    assert "must be at most 10" in refusal("configs/tiny_vit.py", overrides)

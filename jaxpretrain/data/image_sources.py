@@ -124,7 +124,7 @@ def _divide_folder(path: str) -> dict[str, str]:
     if not os.path.isdir(path):
         raise storage.MissingFile(f"{path}: no such folder")
     found = [name for name in _SPLIT_NAMES if class_names(f"{path}/{name}")]
-    if "train" not in found:
+    if not found:
         return {"train": path}
     return _divide(path, {name: f"{path}/{name}" for name in found})
 

@@ -210,8 +210,10 @@ def make_image_dataset(config: ConfigDict, split: str) -> ImageDataset | Synthet
 def decode(encoded: image_sources.Encoded, mode: str) -> Image.Image:
     """An encoded image, or Pillow's, in the mode "RGB" or "L"; what it says of its orientation is not looked at."""
     image = Image.open(io.BytesIO(encoded)) if isinstance(encoded, bytes) else encoded
-    if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
+    if image.mode.startswith("I;16"):  # 16 bits of grey, which Pillow would cut off at 255
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"an image of mode {image.mode!r}, whose range is not known; save it with 8 or 16 bits")
     return image.convert(mode)
 
 

@@ -139,20 +139,28 @@ def model_config(folder: str | os.PathLike) -> ConfigDict:
 
 
 def check_same_model(folder: str | os.PathLike, config: ConfigDict) -> None:
-    """Raises ValueError naming the keys in which the model of `config` is another one than that of `folder`.
+    """Raises ValueError naming the keys in which the model of `config` is another one than that of `folder`."""
+    check_same_architecture(folder, model_config(folder), config)
 
-    The initialisation does not count, nor does `seq_len` unless it sizes a position table.
+
+def check_same_architecture(source: str | os.PathLike, saved: ConfigDict, config: ConfigDict) -> None:
+    """Raises ValueError naming the keys in which the models of two configs differ, `saved` being that of `source`.
+
+    What only initialises or regularises does not count, nor does `seq_len` unless it sizes a position table.
     """
-    there, here = (flatten(registry.build(c).config) for c in (model_config(folder), config))
-    unread = {"init", "dropout", "drop_path"} | ({"max_positions"} if here["positions"] == "rotary" else set())
+    there, here = (flatten(registry.build(c).config) for c in (saved, config))
     if there["family"] != here["family"]:
         raise ValueError(
-            f"{folder} holds a model of the family {there['family']!r}, the config one of {here['family']!r}"
+            f"{source} holds a model of the family {there['family']!r}, the config one of {here['family']!r}"
         )
+    unread = {*_NOT_ARCHITECTURE, *(["max_positions"] if here["positions"] == "rotary" else [])}
     keys = [key for key in here if here[key] != there[key] and key not in unread]
     if keys:
         wrong = [f"model.{key}={here[key]!r} (there {there[key]!r})" for key in keys]
-        raise ValueError(f"{folder} holds another model than the config: {_first(wrong)}; set these keys as there")
+        raise ValueError(f"{source} holds another model than the config: {_first(wrong)}; set these keys as there")
+
+
+_NOT_ARCHITECTURE = ("init", "dropout", "drop_path", "convnext.layer_scale", "mamba.dt_min", "mamba.dt_max")
 
 
 def load_params(folder: str | os.PathLike, config: ConfigDict, like: Mapping | None = None) -> dict:

@@ -205,6 +205,10 @@ def _encoder(hf: _Json, config: ConfigDict) -> None:
     model.activation = hf.activation("hidden_act", "gelu")
 
 
+# Of all norms but the last in transformers, whose layer_norm_eps is 1e-12.
+_CONVNEXT_EPS = 1e-6
+
+
 def _from_convnext(hf: _Json, config: ConfigDict) -> None:
     config.model.family = "convnext"
     _image(hf, config)
@@ -212,7 +216,9 @@ def _from_convnext(hf: _Json, config: ConfigDict) -> None:
     convnext.depths = tuple(hf.get("depths", (3, 3, 9, 3)))
     convnext.widths = tuple(hf.get("hidden_sizes", (96, 192, 384, 768)))
     convnext.layer_scale = float(hf.get("layer_scale_init_value", 1e-6))
-    config.model.norm_eps = 1e-6  # of all norms there but the last, whose layer_norm_eps is 1e-12
+    config.model.norm_eps = _CONVNEXT_EPS
+    if hf.get("layer_norm_eps", 1e-12) > _CONVNEXT_EPS:
+        raise hf.refused("layer_norm_eps", hf.get("layer_norm_eps"), [1e-12, _CONVNEXT_EPS])
     for key, default, value in (("hidden_act", "gelu", "gelu"), ("patch_size", 4, 4)):
         if hf.get(key, default) != value:
             raise hf.refused(key, hf.get(key), [value])
@@ -416,12 +422,15 @@ def _image_to_json(model: ConfigDict, activation: str) -> dict[str, Any]:
         "id2label": labels,
         "label2id": {label: int(i) for i, label in labels.items()},
     }
+    if model.family == "convnext" and model.norm_eps != _CONVNEXT_EPS:
+        raise ValueError(f"model.norm_eps={model.norm_eps}: transformers' ConvNeXt has {_CONVNEXT_EPS} only; no export")
     if model.family == "vit":
         return hf | _encoder_sizes(model, activation) | {"patch_size": image.patch_size}
     return hf | {
         "depths": list(model.convnext.depths),
         "hidden_sizes": list(model.convnext.widths),
-        "layer_scale_init_value": model.convnext.layer_scale,
+        # Where it is 0, transformers leaves the scales out, which are trained here.
+        "layer_scale_init_value": model.convnext.layer_scale or 1e-6,
         "layer_norm_eps": model.norm_eps,
         "hidden_act": "gelu",
         "patch_size": 4,

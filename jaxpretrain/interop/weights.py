@@ -13,13 +13,7 @@ def check_same_model(source: str, config: ConfigDict) -> None:
     if huggingface_config.is_folder(source):
         huggingface.check_same_model(source, config)
         return
-    saved = read_config(source).model
-    for key in saved:
-        if key != "init" and saved[key] != config.model[key]:
-            raise ValueError(
-                f"{source} was trained with model.{key}={saved[key]!r}, here it is {config.model[key]!r}; "
-                "use its model section"
-            )
+    huggingface.check_same_architecture(source, read_config(source), config)
 
 
 def load_weights(source: str, config: ConfigDict, like: Any) -> Any:

@@ -310,6 +310,24 @@ def test_digits():
     )
 
 
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_grey_of_an_unknown_range_is_refused(mode):
+    """Seen to fail: 32 bits of grey became black."""
+    file = io.BytesIO()
+    Image.new(mode, (4, 4), 200).save(file, "TIFF")
+    with pytest.raises(ValueError, match=f"an image of mode '{mode}'"):
+        decode(file.getvalue(), "RGB")
+
+
+def test_splits_without_training_images_are_no_classes(tmp_path):
+    """Seen to fail: val and test became the two classes."""
+    for folder in ("val/a", "val/b", "test/a"):
+        (tmp_path / folder).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / folder / "1.png")
+    with pytest.raises(ValueError, match="holds the splits test, val, and none named train"):
+        open_split(source="images", path=str(tmp_path))
+
+
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1", "I;16"])
 def test_decoding_to_colour_and_grey(mode):
     """Every mode becomes RGB or L; 16 bits are scaled, not cut off."""

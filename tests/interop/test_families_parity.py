@@ -198,3 +198,30 @@ def test_what_our_encoder_does_not_compute_is_refused(case, tmp_path, key, value
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(ValueError, match=message):
         huggingface.model_config(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["convnext"], indirect=True)
+def test_layer_scales_are_exported_though_they_began_at_zero(case, tmp_path):
+    """transformers makes none where `layer_scale_init_value` is 0. Seen to fail with the 0 written as it is."""
+    name, model, ours, inputs = case
+    config = ours.config.copy_and_resolve_references()
+    config.model.convnext.layer_scale = 0.0
+    huggingface.export(ours.params, config, tmp_path / "hf")
+    again = CASES[name][0].from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        np.testing.assert_array_equal(torch_logits(again, inputs).numpy(), torch_logits(model, inputs).numpy())
+
+
+@pytest.mark.parametrize("case", ["convnext"], indirect=True)
+def test_another_epsilon_of_convnext_is_refused(case, tmp_path):
+    """transformers has 1e-6 in all norms but the last. Seen to fail: the export took it, the import overlooked it."""
+    _, model, ours, _ = case
+    config = ours.config.copy_and_resolve_references()
+    config.model.norm_eps = 1e-5
+    with pytest.raises(ValueError, match=r"model\.norm_eps=1e-05"):
+        huggingface.export(ours.params, config, tmp_path / "hf")
+    model.save_pretrained(tmp_path / "other")
+    file = tmp_path / "other" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_norm_eps": 0.1}))
+    with pytest.raises(ValueError, match="layer_norm_eps=0.1"):
+        huggingface.model_config(tmp_path / "other")

@@ -346,6 +346,20 @@ def test_another_model_is_refused_by_key(tmp_path):
     huggingface.check_same_model(tmp_path / "hf", longer)
 
 
+def test_what_only_initialises_or_regularises_is_no_other_model(tmp_path):
+    """A run's weights are as free in that as a Hugging Face folder's. Seen to fail: dropout was compared, and an
+    mlp_dim of 0 with its own value."""
+    saved = small_config("gpt_neox", mlp_dim=0)
+    other = small_config("gpt_neox", mlp_dim=4 * 24, init="mitchell")
+    huggingface.check_same_architecture("run", saved, other)
+    vision = config_lib.load("configs/tiny_vit.py", [("model.drop_path", "0.0"), ("model.dropout", "0.0")])
+    regular = config_lib.load("configs/tiny_vit.py", [("model.drop_path", "0.1"), ("model.dropout", "0.1")])
+    huggingface.check_same_architecture("run", vision, regular)
+    convnext = config_lib.load("configs/tiny_convnext.py", [])
+    with pytest.raises(ValueError, match="run holds a model of the family 'convnext', the config one of 'vit'"):
+        huggingface.check_same_architecture("run", convnext, vision)
+
+
 @pytest.mark.parametrize(
     "family, changes, words",
     [
