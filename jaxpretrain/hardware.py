@@ -24,6 +24,7 @@ __all__ = [
 
 # Of a machine without its GPUs, by their number (arXiv 2410.23261, its plotting code).
 _BASE_USD = {1: 1000, 2: 1500, 4: 7500, 8: 10500}
+_MOST_IN_A_NODE = 72  # that share fast links: GB200 NVL72
 _SYNONYMS = {"h100-80gb": "h100", "h100-sxm": "h100", "v5litepod": "v5e", "b200-180gb": "b200", "h200-141gb": "h200"}
 # Chips of the slices that Google offers; v2 to v4 and v5p slices are named by cores, two a chip.
 _SIZES_2D, _SIZES_3D = (1, 4, 8, 16, 32, 64, 128, 256), (4, 8, 16, 32, 64, 128)
@@ -129,6 +130,8 @@ def parse_machine(
     if (alone := _SYNONYMS.get(_normal(name), _normal(name))) in _SLICES:
         chips, cores = _SLICES[alone]
         raise ValueError(f"--hardware={name}: name a slice, such as {alone}-{max(8, cores * chips[0])}")
+    if count is not None and count > _MOST_IN_A_NODE:
+        raise ValueError(f"--count={count}: devices of one node, at most {_MOST_IN_A_NODE}; the rest by --nodes")
     return Machine(get(name, catalogue), 1 if count is None else count, nodes)
 
 

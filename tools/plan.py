@@ -21,6 +21,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is run; compilers of --verify nee
 from jaxpretrain import cli, hardware
 from jaxpretrain import config as config_lib
 
+# Keys of the config that a plan is about.
+CHOSEN = (*(f"parallel.{key}" for key in ("strategy", "tensor", "replicas", "remat", "offload")), "micro_batch_size")
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
 
@@ -61,9 +63,13 @@ def main(argv: list[str]) -> int:
         recipes = sorted(str(file) for file in CONFIGS.glob("[a-z]*.py") if not file.stem.startswith("tiny"))
     else:  # a comma before another recipe, not one between its flags
         recipes = re.split(r",(?=[^,=]*\.py\b)", arguments.config)
+    for key, _ in overrides:
+        if key in CHOSEN:
+            raise ValueError(f"--config.{key} has no effect: the plan chooses it; remove it")
     configs = {recipe: config_lib.load(recipe, overrides) for recipe in recipes}
     answer = report.answer(
         configs,
+        dict(overrides),
         machines,
         space=arguments.space,
         workdir=arguments.workdir,

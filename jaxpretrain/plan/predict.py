@@ -3,6 +3,7 @@
 import csv
 import functools
 import io
+import math
 import pathlib
 
 from jaxpretrain import config as config_lib
@@ -53,15 +54,20 @@ def predict(row: dict[str, str], fitted: Calibration = FITTED) -> dict[str, floa
     The step is timed as ours with the same sharding. Memory is FSDP's: float32 parameters, gradients and moments, and
     no copy in compute precision that outlasts a layer; with our activations and working set.
     """
+    for column in ("num_layers", "embed_dim", "num_heads", "vocab_size", "seq_len"):
+        _count(row, column)
+    ratio = _number(row, "mlp_ratio")
+    if not 0 < ratio < 1000:
+        raise ValueError(f"mlp_ratio={row['mlp_ratio']}: write a number above 0")
     work, shapes = _model(*(row.get(key, "") for key in _MODEL_COLUMNS))
-    num_devices, global_batch = int(row["num_devices"]), int(row["global_batch"])
+    num_devices, global_batch = _count(row, "num_devices"), _count(row, "global_batch")
     checkpointing = _boolean(row, "activation_checkpointing")
     layout = Layout(
         num_devices=num_devices,
         num_nodes=-(-num_devices // DEVICES_PER_NODE),
         strategy=_choice(row, "sharding", _SHARDINGS),
         remat="full" if checkpointing else "none",
-        micro_batch_size=int(row["micro_batch"]),
+        micro_batch_size=_count(row, "micro_batch"),
     )
     if global_batch % (num_devices * layout.micro_batch_size):
         raise ValueError(f"global_batch={global_batch}: not a multiple of num_devices x micro_batch")
@@ -100,13 +106,14 @@ def _model(
 ) -> tuple[Work, Shapes]:
     config = config_lib.default()
     model = config.model
-    model.num_layers, model.embed_dim, model.num_heads = int(num_layers), int(embed_dim), int(num_heads)
+    sizes = (num_layers, embed_dim, num_heads)
+    model.num_layers, model.embed_dim, model.num_heads = (int(float(size)) for size in sizes)
     model.mlp_dim = round(float(mlp_ratio) * model.embed_dim)
-    model.vocab_size, model.tied_embeddings = int(vocab_size), tied.lower() in ("1", "true")
+    model.vocab_size, model.tied_embeddings = int(float(vocab_size)), tied.lower() in ("1", "true")
     model.num_kv_heads, model.gated_mlp = int(num_kv_heads or 0), gated_mlp.lower() in ("1", "true")
     model.positions = "rotary" if model.gated_mlp else "learned"
     model.norm_bias = model.attention_bias = model.mlp_bias = False
-    config.seq_len, config.micro_batch_size = int(seq_len), 1
+    config.seq_len, config.micro_batch_size = int(float(seq_len)), 1
     config.data.source = "synthetic"
     config_lib.check(config)
     return trace(config), Shapes.of(config)
@@ -115,6 +122,20 @@ def _model(
 def _fsdp_bytes(state: StateBytes, layout: Layout) -> int:
     copy = state.compute_copy if layout.strategy == "zero2" else 0
     return state.params + state.optimizer + state.params + copy
+
+
+def _number(row: dict[str, str], column: str) -> float:
+    try:
+        return float(row[column])
+    except ValueError:
+        return math.nan
+
+
+def _count(row: dict[str, str], column: str) -> int:
+    value = _number(row, column)
+    if not (value > 0 and value == round(value)):
+        raise ValueError(f"{column}={row[column]}: write a whole number above 0")
+    return int(value)
 
 
 def _choice(row: dict[str, str], column: str, choices: dict[str, str], value: str | None = None) -> str:

@@ -23,6 +23,7 @@ _QUESTIONS = {  # by whether there are several models, and several machines
 
 def answer(
     configs: dict[str, ConfigDict],
+    overrides: dict[str, str],
     machines: list[Machine],
     *,
     space: str,
@@ -37,7 +38,7 @@ def answer(
     Raises ValueError where nothing fits, or nothing within the budget or before the deadline, naming what is nearest.
     """
     measured = Measurements.read(workdir) if workdir and Measurements.exist(workdir) else None
-    subjects = {recipe: Subject(config) for recipe, config in configs.items()}
+    subjects = {recipe: Subject(config, overrides) for recipe, config in configs.items()}
     tables = {
         (recipe, machine.name): machine_rows(subject, machine, recipe, space, measured, job_hours, verify)
         for recipe, subject in subjects.items()

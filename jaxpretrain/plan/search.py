@@ -57,7 +57,7 @@ class Subject:
     """A config that is planned: what does not depend on the layout is found out once."""
 
     def __init__(self, config: ConfigDict, extra: dict[str, str] | None = None):
-        """Of a checked config, with overrides that no layout has: of the precision, of the naive method."""
+        """Of a checked config, with overrides that no layout has: the user's, of the precision, of the naive method."""
         self.extra = dict(extra or {})
         config = config.copy_and_resolve_references()
         with config.ignore_type():

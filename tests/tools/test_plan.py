@@ -48,6 +48,16 @@ def test_one_model_on_one_machine(plan, tmp_path, capsys):
     assert config.micro_batch_size == best["micro_batch_size"]
 
 
+def test_the_command_has_what_was_overridden(plan, tmp_path, capsys):
+    """Seen to fail: it trained the recipe's own batch and optimizer."""
+    settings = ["--config.batch_size=768", "--config.optimizer.name=adam_mini", "--config.data.source=synthetic"]
+    plan("--config=configs/pythia160m.py", "--hardware=a100-80gb", "--count=2", f"--json={tmp_path}/a.json", *settings)
+    best = json.loads((tmp_path / "a.json").read_text())["best"]
+    assert all(setting in best["command"] for setting in settings)
+    config = config_lib.load("configs/pythia160m.py", list(best["overrides"].items()))
+    assert config.batch_size == 768 and config.optimizer.name == "adam_mini"
+
+
 def test_a_table_of_models_and_machines_and_its_page(plan, tmp_path, capsys):
     plan(
         "--config=configs/pythia160m.py,configs/pythia6_9b.py:deduped",
@@ -86,6 +96,11 @@ def test_a_table_of_models_and_machines_and_its_page(plan, tmp_path, capsys):
         (
             ("--config=configs/pythia1b.py", "--hardware=a100-80gb", "--count=4", "--deadline-days=1"),
             "--deadline-days=1: nothing is within that; the fastest is",
+        ),
+        (("--config=configs/tiny.py", "--hardware=a100-80gb", "--count=100"), "--count=100: devices of one node"),
+        (
+            ("--config=configs/tiny.py", "--hardware=v4-8", "--config.parallel.remat=full"),
+            "--config.parallel.remat has no effect: the plan chooses it",
         ),
         (("--predict=runs.csv",), "--output is missing"),
         (("--predict=runs.csv", "--output=x.csv", "--count=1"), "--count has no effect with --predict"),
@@ -168,7 +183,9 @@ def test_misfits_of_a_table_are_rejected(plan, tmp_path, published):
         ({"precision": "bf32"}, "precision=bf32: unknown; known are bf16"),
         ({"global_batch": "17"}, "not a multiple of num_devices x micro_batch"),
         ({"num_heads": "7"}, "line 2"),
-        ({"micro_batch": ""}, "line 2"),
+        ({"micro_batch": ""}, "micro_batch=: write a whole number above 0"),
+        ({"micro_batch": "0"}, "micro_batch=0: write a whole number above 0"),
+        ({"mlp_ratio": "nan"}, "mlp_ratio=nan: write a number above 0"),
     ],
 )
 def test_rows_that_make_no_sense(plan, tmp_path, published, change, words):
