@@ -299,7 +299,8 @@ def _unread(config: ConfigDict) -> dict[str, Any]:
     for name, entry in config.data.mixture.items():
         source = entry.get("source", MIXTURE_ENTRY["source"])
         for key, sources in SOURCES_THAT_READ.items():
-            if entry.get(key, MIXTURE_ENTRY[key]) != MIXTURE_ENTRY[key] and source not in sources:
+            read = source in sources and key not in ("image_key", "label_key")  # mixtures are of text
+            if entry.get(key, MIXTURE_ENTRY[key]) != MIXTURE_ENTRY[key] and not read:
                 unread[f"data.mixture.{name}.{key}"] = entry[key]
     return unread
 

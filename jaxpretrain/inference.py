@@ -25,8 +25,12 @@ _UNREAD_ALWAYS = (
     *("run.name", "run.max_bad_steps", "parallel.offload", "parallel.remat", "parallel.donate"),
     "parallel.xla_options",
 )
+# How training images are changed; evaluation crops and normalises only.
+_TRAINING_IMAGES = tuple(
+    f"data.images.{key}" for key in ("min_crop", "flip", "randaugment", "erase", "mixup", "cutmix")
+)
 _UNREAD = {
-    "eval": (*_UNREAD_ALWAYS, "eval.every", "eval.ngrams"),
+    "eval": (*_UNREAD_ALWAYS, "eval.every", "eval.ngrams", "objective.label_smoothing", *_TRAINING_IMAGES),
     "sample": (*_UNREAD_ALWAYS, "eval.", "batch_size", "micro_batch_size", "kernels."),
 }
 

@@ -320,6 +320,12 @@ SOURCES_THAT_READ = {
     "row_len": ("megatron",),
 }
 
+# Of huggingface, which has text and images.
+FAMILIES_OF_SOURCE_KEYS = {
+    **dict.fromkeys(("text_key", "tokens_key"), TOKEN_FAMILIES),
+    **dict.fromkeys(("image_key", "label_key"), IMAGE_FAMILIES),
+}
+
 # Which optimizers read a key of `optimizer`; all of them read the others.
 OPTIMIZERS_THAT_READ = {
     "b1": ("adamw", "adam_mini", "adafactor", "lion", "lamb", "sm3", "muon", "schedule_free_adamw"),
@@ -399,7 +405,7 @@ READ_WHEN: dict[str, tuple[Callable[[ConfigDict], bool], str]] = {
     "model.rotary.original_max_positions": _WHEN_LLAMA3,
     "data.mixture": (lambda c: c.data.source == "mixture", "data.source is 'mixture'"),
     "data.cache_dir": (
-        lambda c: c.data.source in ("stdlib", "text", "huggingface", "mixture"),
+        lambda c: c.data.source in ("stdlib", "text", "huggingface", "mixture") and c.model.family in TOKEN_FAMILIES,
         "data.source is tokenised into a cache",
     ),
     "data.validation_path": (
@@ -461,9 +467,11 @@ for _key, _families in FAMILIES_THAT_READ.items():
         f"model.family is {' or '.join(map(repr, _families))}",
     )
 for _key, _sources in SOURCES_THAT_READ.items():
+    _families = FAMILIES_OF_SOURCE_KEYS.get(_key, CHOICES["model.family"])
+    _words = f", and model.family of {', '.join(_families)}" if _key in FAMILIES_OF_SOURCE_KEYS else ""
     READ_WHEN[f"data.{_key}"] = (
-        lambda c, s=_sources: c.data.source in s,
-        f"data.source is one of {', '.join(_sources)}",
+        lambda c, s=_sources, f=_families: c.data.source in s and c.model.family in f,
+        f"data.source is one of {', '.join(_sources)}{_words}",
     )
 for _key, _names in OPTIMIZERS_THAT_READ.items():
     READ_WHEN[f"optimizer.{_key}"] = (

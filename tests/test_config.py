@@ -461,3 +461,18 @@ def test_a_mixture_of_images_is_refused(source):
 def test_randaugment_is_bounded():
     overrides = [("data.images.randaugment_ops", "2"), ("data.images.randaugment_magnitude", "100")]
     assert "must be at most 10" in refusal("configs/tiny_vit.py", overrides)
+
+
+@pytest.mark.parametrize(
+    "recipe, key, value",
+    [
+        ("configs/tiny_vit.py", "data.text_key", "nonsense"),
+        ("configs/tiny_vit.py", "data.tokens_key", "x"),
+        ("configs/tiny_vit.py", "data.cache_dir", "/x"),
+        ("configs/tiny_mamba.py", "data.image_key", "foo"),
+    ],
+)
+def test_fields_of_the_other_kind_of_dataset_are_refused(recipe, key, value):
+    """Hugging Face datasets have text or images. Seen to fail: the source alone was looked at."""
+    overrides = [("data.source", "huggingface"), ("data.path", "x"), (key, value)]
+    assert refusal(recipe, overrides).startswith(f"{key}={value!r} has no effect")

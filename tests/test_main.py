@@ -279,6 +279,10 @@ def test_sample(folder, hugging_face, call):
     [
         (["--mode=eval", "--config.steps=5"], "--config.steps has no effect with --mode=eval"),
         (["--mode=eval", "--config.average.horizons=5"], "--config.average.horizons has no effect with --mode=eval"),
+        (
+            ["--mode=eval", "--config.data.images.mixup=0.5"],
+            "--config.data.images.mixup has no effect with --mode=eval",
+        ),
         (["--mode=sample", "--config.eval.max_tokens=5"], "--config.eval.max_tokens has no effect with --mode=sample"),
         (["--mode=eval", "--config.model.num_layers=2"], "model.num_layers has no effect"),
         (["--mode=eval", RECIPE], "another model than the run"),
