@@ -194,7 +194,7 @@ def _from_vit(hf: _Json, config: ConfigDict) -> None:
     config.model.family = "vit"
     _encoder(hf, config)
     _image(hf, config)
-    config.model.image.patch_size = hf.get("patch_size", 16)
+    config.model.image.patch_size = _square(hf, "patch_size", 16)
 
 
 def _encoder(hf: _Json, config: ConfigDict) -> None:
@@ -224,10 +224,17 @@ def _from_convnext(hf: _Json, config: ConfigDict) -> None:
             raise hf.refused(key, hf.get(key), [value])
 
 
+def _square(hf: _Json, key: str, default: int) -> int:
+    value = hf.get(key, default)
+    if not isinstance(value, int):
+        raise hf.refused(key, value, ["one number, for squares"])
+    return value
+
+
 def _image(hf: _Json, config: ConfigDict) -> None:
     config.seq_len, config.data.source = 1, "images"
     image = config.model.image
-    image.size, image.num_channels = hf.get("image_size", 224), hf.get("num_channels", 3)
+    image.size, image.num_channels = _square(hf, "image_size", 224), hf.get("num_channels", 3)
     image.num_classes = len(hf["id2label"]) if "id2label" in hf else hf.get("num_labels", 2)
     if image.num_channels != 3:
         config.data.images.normalize = "half"

@@ -200,6 +200,18 @@ def test_what_our_encoder_does_not_compute_is_refused(case, tmp_path, key, value
         huggingface.model_config(tmp_path)
 
 
+@pytest.mark.parametrize("case", ["vit"], indirect=True)
+@pytest.mark.parametrize("key", ["image_size", "patch_size"])
+def test_images_that_are_no_squares_are_refused(case, tmp_path, key):
+    """Seen to fail: a TypeError of the config's."""
+    _, model, _, _ = case
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: [8, 16]}))
+    with pytest.raises(ValueError, match=rf"{key}=\[8, 16\] is not supported"):
+        huggingface.model_config(tmp_path)
+
+
 @pytest.mark.parametrize("case", ["convnext"], indirect=True)
 def test_layer_scales_are_exported_though_they_began_at_zero(case, tmp_path):
     """transformers makes none where `layer_scale_init_value` is 0. Seen to fail with the 0 written as it is."""
