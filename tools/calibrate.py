@@ -10,6 +10,7 @@ numbers, to be copied into those files.
 import argparse
 import csv
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -28,7 +29,7 @@ from jaxpretrain.plan.layout import Layout
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def predicted_cell(cell: dict, cache: dict = {}) -> tuple[memory.PeakBytes, dict[str, int]]:  # noqa: B006
+def predicted_cell(cell: dict) -> tuple[memory.PeakBytes, dict[str, int]]:
     """Of a cell of tools/memory_table.py: the closed form, and the sizes that its working set is made of."""
     overrides = dict(cell["overrides"])
     overrides.pop("micro_batch_size", None)
@@ -40,15 +41,17 @@ def predicted_cell(cell: dict, cache: dict = {}) -> tuple[memory.PeakBytes, dict
         offload=overrides.pop("parallel.offload", "none"),
         micro_batch_size=cell["micro_batch_size"],
     )
-    key = cell["model"], *overrides.items()
-    if key not in cache:
-        settings = [("data.source", "synthetic"), ("micro_batch_size", "1"), *overrides.items()]
-        config = config_lib.load(f"{ROOT}/configs/{cell['model']}.py", settings)
-        cache[key] = memory.Shapes.of(config), work.trace(config)
-    shapes, model_work = cache[key]
+    shapes, model_work = _traced(cell["model"], *overrides.items())
     state = shapes.state_bytes(layout.strategy, layout.mesh, layout.offload)
     peak = memory.peak_bytes(shapes, model_work, state, layout, is_tpu(cell))
     return peak, memory.working_sizes(shapes, model_work, state, layout)
+
+
+@functools.cache
+def _traced(model: str, *overrides: tuple[str, str]) -> tuple[memory.Shapes, work.Work]:
+    settings = [("data.source", "synthetic"), ("micro_batch_size", "1"), *overrides]
+    config = config_lib.load(f"{ROOT}/configs/{model}.py", settings)
+    return memory.Shapes.of(config), work.trace(config)
 
 
 def is_tpu(cell: dict) -> bool:
