@@ -12,6 +12,8 @@ def check_combinations(config: ConfigDict) -> None:
         _check_images(config)
     else:
         _check_tokens(config)
+    if config.seed >= 1 << 32:
+        raise ValueError(f"seed={config.seed}: must be below 2**32, as JAX drops the bits above; take a smaller one")
     horizons = config.average.horizons
     if any(horizon <= 0 for horizon in horizons) or len(set(horizons)) < len(horizons):
         raise ValueError(f"average.horizons={horizons}: must be distinct and above 0; they are in tokens")

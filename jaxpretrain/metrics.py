@@ -175,7 +175,7 @@ class MetricsLog:
         tokens = step * self._config.batch_size * self._config.seq_len
         line = {"step": step, "split": split, "loss": loss, "tokens": tokens, **more}
         self._write(line)
-        also = "".join(f"  {key} {_text(value)}" for key, value in more.items())
+        also = "".join(f"  {key.replace('token', self._unit)} {_text(value)}" for key, value in more.items())
         self.print(f"step {step}  {split} loss {float(loss):.4f}{also}")
 
     def restart_clock(self, step: int, now: float) -> None:
@@ -226,14 +226,18 @@ class MetricsLog:
         palm = self._palm_flops and tokens_per_second * self._palm_flops / self._peak
         return {"mfu": mfu, "mfu_palm": palm, **suspect}
 
+    @property
+    def _unit(self) -> str:
+        """What people read; the keys of metrics.jsonl are the same for all models, an image counting as one token."""
+        return "image" if self._config.model.family in IMAGE_FAMILIES else "token"
+
     def _definition(self, device_kind: str, name: str | None, num_devices: int, device_peak: float | None) -> str:
         compute = self._config.precision.compute
         if not device_peak:
             return f"MFU: none; jaxpretrain/hardware.py has no {compute} peak for {device_kind!r}"
-        unit = "image" if self._config.model.family in IMAGE_FAMILIES else "token"
         return (
-            f"MFU = {unit}s/s x {self._flops / 1e9:.3g} GFLOP / ({num_devices} x {device_peak / 1e12:.4g} TFLOP/s: "
-            f"{name}, dense, {compute}); {flops.definition(self._config)}"
+            f"MFU = {self._unit}s/s x {self._flops / 1e9:.3g} GFLOP / ({num_devices} x {device_peak / 1e12:.4g} "
+            f"TFLOP/s: {name}, dense, {compute}); {flops.definition(self._config)}"
         )
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -247,7 +251,7 @@ class MetricsLog:
         step, steps = line["step"], self._config.steps
         text = f"step {step}/{steps}  loss {float(line['loss']):.4f}"
         if line["step_time"]:
-            text += f"  tokens/s {line['tokens_per_second']:,.0f}"
+            text += f"  {self._unit}s/s {line['tokens_per_second']:,.0f}"
             if line["mfu"] is not None:
                 text += f"  MFU {line['mfu']:.1%}"
                 if "mfu_suspect" in line:

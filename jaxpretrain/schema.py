@@ -252,6 +252,7 @@ FORMS = {
 }
 
 AT_LEAST = {
+    "seed": 0,
     "steps": 1,
     "batch_size": 1,
     "seq_len": 1,
@@ -378,9 +379,15 @@ _WHEN_DECAY_ENDS = (
 )
 _WHEN_WSD = (lambda c: c.schedule.name == "wsd", "schedule.name is 'wsd'")
 _WHEN_RESCALING = (lambda c: c.scaling.base_batch_size > 0, "scaling.base_batch_size is above 0")
+
+
+def _is_synthetic_images(c: ConfigDict) -> bool:
+    return c.model.family in IMAGE_FAMILIES and c.data.source == "synthetic"
+
+
 _WHEN_IMAGES = (lambda c: c.model.family in IMAGE_FAMILIES, "model.family is 'vit' or 'convnext'")
 _WHEN_IMAGE_FILES = (
-    lambda c: c.model.family in IMAGE_FAMILIES and c.data.source != "synthetic",
+    lambda c: c.model.family in IMAGE_FAMILIES and not _is_synthetic_images(c),
     "model.family is 'vit' or 'convnext' and data.source has images",
 )
 _WHEN_TEXT = (
@@ -394,7 +401,7 @@ _WHEN_EVALUATING = (lambda c: c.eval.every >= 0, "eval.every is not -1")
 READ_WHEN: dict[str, tuple[Callable[[ConfigDict], bool], str]] = {
     "model.max_positions": (
         lambda c: c.model.family == "encoder" or (c.model.family == "decoder" and c.model.positions == "learned"),
-        "model.positions is 'learned'",
+        "model.family is 'encoder', or 'decoder' with model.positions='learned'",
     ),
     "model.rotary.fraction": _WHEN_ROTARY,
     "model.rotary.theta": _WHEN_ROTARY,
@@ -412,7 +419,11 @@ READ_WHEN: dict[str, tuple[Callable[[ConfigDict], bool], str]] = {
         lambda c: c.data.source in SOURCES_THAT_READ["path"] and c.eval.every >= 0,
         "data.source reads files and eval.every is not -1",
     ),
-    "data.validation_fraction": (lambda c: not c.data.validation_path, "data.validation_path is empty"),
+    "data.validation_fraction": (
+        lambda c: not c.data.validation_path and not _is_synthetic_images(c),
+        "data.validation_path is empty and images are not synthetic",
+    ),
+    "data.order": (lambda c: not _is_synthetic_images(c), "images are not synthetic"),
     "data.tokenizer": _WHEN_TEXT,
     "data.isolate_documents": (
         lambda c: c.model.family in ("decoder", "mamba"),

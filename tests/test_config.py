@@ -1,6 +1,7 @@
 import json
 import re
 
+import jax
 import pytest
 
 from jaxpretrain import config as schema
@@ -141,6 +142,8 @@ def test_a_recipe_may_set_micro_batch_size(recipe):
     "key, text, part",
     [
         ("steps", "0", "must be at least 1"),
+        ("seed", "-1", "must be at least 0"),
+        ("seed", str(1 << 32), "must be below 2**32"),
         ("micro_batch_size", "0", "at least 1"),
         ("optimizer.learning_rate", "-1e-3", "must be at least 0"),
         ("optimizer.b2", "1.0", "must be below 1"),
@@ -180,6 +183,30 @@ def test_a_key_that_nothing_reads_is_refused(key, text):
     """Fails if _unread returns {}, or, the mixture's, if it looks for the key `data.mixture` in the flat config."""
     message = refusal(TINY, [(key, text)])
     assert "has no effect: it is read only when" in message
+
+
+@pytest.mark.parametrize(
+    "typed, words",
+    [
+        ([("model.max_positions", "64")], "model.family is 'encoder', or 'decoder' with model.positions='learned'"),
+        ([("data.source", "synthetic"), ("data.order", "sequential")], "images are not synthetic"),
+        (
+            [("data.source", "synthetic"), ("data.validation_fraction", "0.3")],
+            "data.validation_path is empty and images are not synthetic",
+        ),
+    ],
+)
+def test_what_models_of_images_do_not_read_is_refused(typed, words):
+    """Seen to fail: the positions' words were a decoder's alone, the others did nothing."""
+    message = refusal("configs/tiny_vit.py", typed)
+    assert message.startswith(f"{typed[-1][0]}=") and f"it is read only when {words};" in message
+
+
+def test_the_largest_seed_is_one_of_its_own():
+    """Why larger ones are refused: the key of 2**32 is that of 0."""
+    keys = [tuple(jax.random.key_data(jax.random.key(seed)).tolist()) for seed in (0, (1 << 32) - 1, 1 << 32)]
+    assert keys[0] != keys[1] and keys[2] == keys[0]
+    assert schema.load(TINY, [("seed", str((1 << 32) - 1))]).seed == (1 << 32) - 1
 
 
 def test_a_key_that_nothing_reads_is_refused_in_the_file(recipe):

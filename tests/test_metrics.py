@@ -187,6 +187,17 @@ def test_plain_output(tmp_path):
     assert evaluation == "step 2  valid loss 3.2500  eval_tokens 1,234"
 
 
+def test_images_are_called_so(tmp_path):
+    """To people; metrics.jsonl has one set of keys. Seen to fail: tokens/s under a header of images."""
+    log = make_log(tmp_path, config_lib.load("configs/tiny_vit.py", [("log.every", "1")]))
+    log.record(1, host_metrics(), now=0.0)
+    log.record(2, host_metrics(), now=2.0)
+    log.record_eval(2, "valid", 3.25, eval_tokens=1234, accuracy=0.5)
+    assert "images/s" in log._out.getvalue() and "token" not in log._out.getvalue().partition("\n")[2]
+    assert "valid loss 3.2500  eval_images 1,234  accuracy 0.5" in log._out.getvalue()
+    assert read(tmp_path)[1]["tokens_per_second"] and read(tmp_path)[2]["eval_tokens"] == 1234
+
+
 def test_progress_line_on_a_terminal(tmp_path, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

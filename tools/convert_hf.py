@@ -1,4 +1,6 @@
-"""Weights to and from Hugging Face's format (safetensors and config.json of GPT-NeoX, GPT-2 and Llama).
+"""Weights to and from Hugging Face's format: safetensors and config.json.
+
+Of GPT-NeoX, GPT-2, Llama, RoBERTa, Mamba, ViT and ConvNeXt.
 
     python tools/convert_hf.py export --workdir=runs/pythia1b --output=pythia1b-hf [--step=N] [--dtype=bfloat16]
         [--average=TOKENS]

@@ -7,7 +7,7 @@ the token cache, since parquet has no random access and a copy as uint16 is half
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -76,14 +76,14 @@ def find_shards(path: str) -> list[str]:
     shards = []
     for part in filter(None, (p.strip().rstrip("/") for p in path.split(","))):
         if storage.exists(f"{part}/dataset_dict.json"):
-            splits = json.loads(storage.read_file(f"{part}/dataset_dict.json"))["splits"]
+            splits = split_names(part)
             raise ValueError(
                 f"{part}: holds the splits {', '.join(splits)}; set data.path={part}/{splits[0]}"
                 + (f" and data.validation_path={part}/{splits[1]}" if len(splits) > 1 else "")
             )
         if storage.exists(f"{part}/state.json"):
-            state = json.loads(storage.read_file(f"{part}/state.json"))
-            shards += [f"{part}/{entry['filename']}" for entry in state["_data_files"]]
+            names = _read_json(f"{part}/state.json", lambda state: [e["filename"] for e in state["_data_files"]])
+            shards += [f"{part}/{name}" for name in names]
             continue
         found = storage.list_files(part, (".parquet", ".arrow"))
         names = {re.split(r"[-.]", os.path.basename(file))[0] for file in found} & set(_SPLITS)
@@ -94,6 +94,20 @@ def find_shards(path: str) -> list[str]:
             )
         shards += found
     return shards
+
+
+def split_names(folder: str) -> list[str]:
+    """Of a dataset saved with its splits. Raises ValueError where its dataset_dict.json is damaged."""
+    return _read_json(f"{folder}/dataset_dict.json", lambda content: [str(name) for name in content["splits"]])
+
+
+def _read_json(file: str, read: Callable[[Any], list[str]]) -> list[str]:
+    """What `read` finds in a JSON file of `save_to_disk`."""
+    content = storage.read_file(file)
+    try:
+        return read(json.loads(content))
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{file}: damaged, or not of save_to_disk; write or fetch the dataset again") from error
 
 
 def _read_texts(path: str, key: str) -> Iterator[str]:

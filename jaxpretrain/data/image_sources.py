@@ -9,7 +9,6 @@ import concurrent.futures
 import functools
 import gzip
 import importlib.util
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -89,8 +88,9 @@ def _parts(source: str, path: str) -> dict[str, Any]:
             return _divide_files(path, storage.list_files(path, (".parquet",)))
         case "huggingface":
             if storage.exists(f"{path}/dataset_dict.json"):
-                splits = json.loads(storage.read_file(f"{path}/dataset_dict.json"))["splits"]
-                return _divide(path, {name: huggingface.find_shards(f"{path}/{name}") for name in splits})
+                return _divide(
+                    path, {name: huggingface.find_shards(f"{path}/{name}") for name in huggingface.split_names(path)}
+                )
             if storage.exists(f"{path}/state.json"):
                 return {"train": huggingface.find_shards(path)}
             return _divide_files(path, storage.list_files(path, (".parquet", ".arrow")))
@@ -102,12 +102,12 @@ def _open(data: ConfigDict, what: Any, path_key: str) -> Any:
             return Digits()
         case "images":
             # Validation folders may lack a class, so those of training give the numbers.
-            folder = what
+            folder, beside = what, os.path.join(os.path.dirname(what), "train")
             if path_key == "data.validation_path" and data.path:
                 folder = _divide_folder(os.path.expanduser(data.path))["train"]
-            elif os.path.basename(what) in _VALID_NAMES:
-                folder = _divide_folder(os.path.dirname(what))["train"]
-            return ImageFolder(what, class_names(folder))
+            elif os.path.basename(what) in _VALID_NAMES and class_names(beside):
+                folder = beside
+            return ImageFolder(what, class_names(folder), may_lack_classes=folder != what)
         case "arrayrecord":
             return ArrayRecords(what, data.image_key, data.label_key)
         case _:
@@ -189,7 +189,7 @@ def class_names(folder: str) -> list[str]:
 class ImageFolder:
     """folder/class/**/*.jpg and so on, sorted."""
 
-    def __init__(self, folder: str, classes: list[str]):
+    def __init__(self, folder: str, classes: list[str], may_lack_classes: bool):
         self._folder, self._classes = folder, classes
         if unknown := sorted(set(class_names(folder)) - set(classes)):
             raise ValueError(f"{folder}/{unknown[0]}: training has no class of this name; remove or rename the folder")
@@ -204,6 +204,12 @@ class ImageFolder:
             )
             paths += found
             labels += [label] * len(found)
+        empty = sorted(set(range(len(classes))) - set(labels))
+        if empty and paths and not may_lack_classes:  # without any path it is the wrong folder altogether
+            raise ValueError(
+                f"{folder}/{classes[empty[0]]}: a class without images ({' '.join(_SUFFIXES)}); remove the folder, or "
+                "fill it"
+            )
         self._paths = np.array([os.fsencode(path) for path in paths], np.bytes_)  # a list would pickle slowly
         self.labels = np.array(labels, np.int64)
 

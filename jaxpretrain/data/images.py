@@ -37,6 +37,7 @@ Batch = dict[str, np.ndarray]
 _AUGMENT, _PAIRS, _SYNTHETIC = 0xA06, 0x9A12, 0x57E7  # names of keys, beside those of permutations
 _MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 _BATCHES_PER_WORKER = 3  # in shared memory: one that is written, one that waits, one that was taken
+_FEW_IMAGES = 1000  # one core decodes them in the seconds that processes take to start, at every evaluation
 _IN_MEMORY = ("digits",)  # sources that cost nothing to read: processes would take longer to start than they save
 
 
@@ -116,8 +117,10 @@ class ImageDataset:
         return read_in_order(read, start_step, stop_step, self._workers, self._bytes(self.batch_size, rows))
 
     def eval_batches(self, num_batches: int, batch_size: int, rows: slice = slice(None)) -> Iterator[Batch]:
-        """The first `num_batches` of `eval_batch` in turn, likewise."""
+        """The first `num_batches` of `eval_batch` in turn, likewise; few images are read by threads."""
         read = functools.partial(self.eval_batch, batch_size=batch_size, rows=rows)
+        if num_batches * batch_size <= _FEW_IMAGES:
+            return read_ahead(read, 0, num_batches, self._workers)
         return read_in_order(read, 0, num_batches, self._workers, self._bytes(batch_size, rows))
 
     def _bytes(self, batch_size: int, rows: slice) -> int:
@@ -252,6 +255,13 @@ def _read_in_processes(read: Callable[[int], Batch], start: int, stop: int, work
     iterator = iter(dataset.mp_prefetch(options, worker_init_fn=_start_worker))
     try:
         yield from map(_out_of_shared_memory, iterator)
+    except RuntimeError as error:
+        if "terminated unexpectedly" not in str(error):
+            raise
+        raise ValueError(
+            f"data.workers={workers}: a process that decodes images was killed, probably for want of memory; lower "
+            f"data.workers ({str(error).partition('. ')[0]})"
+        ) from error
     finally:
         iterator.close()
         del iterator

@@ -112,7 +112,8 @@ class _Json(dict):
         return _ACTIVATIONS[name]
 
     def refused(self, key: str, value: Any, supported: Any) -> ValueError:
-        return ValueError(f"{self.file}: {key}={value!r} is not supported, only {', '.join(map(repr, supported))}")
+        words = supported if isinstance(supported, str) else ", ".join(map(repr, supported))
+        return ValueError(f"{self.file}: {key}={value!r} is not supported, only {words}")
 
 
 def _from_gpt_neox(hf: _Json, config: ConfigDict) -> None:
@@ -194,13 +195,17 @@ def _from_vit(hf: _Json, config: ConfigDict) -> None:
     config.model.family = "vit"
     _encoder(hf, config)
     _image(hf, config)
-    config.model.image.patch_size = _square(hf, "patch_size", 16)
+    image = config.model.image
+    image.patch_size = _square(hf, "patch_size", 16)
+    if image.size % image.patch_size:
+        raise hf.refused("image_size", image.size, f"multiples of patch_size={image.patch_size}")
 
 
 def _encoder(hf: _Json, config: ConfigDict) -> None:
     model = config.model
     model.embed_dim, model.num_layers = hf.size("hidden_size"), hf.size("num_hidden_layers")
     model.num_heads, model.mlp_dim = hf.size("num_attention_heads"), hf.size("intermediate_size")
+    _check_heads(hf, model, "hidden_size", "num_attention_heads")
     model.norm_eps = float(hf.get("layer_norm_eps", 1e-12))
     model.activation = hf.activation("hidden_act", "gelu")
 
@@ -216,6 +221,11 @@ def _from_convnext(hf: _Json, config: ConfigDict) -> None:
     convnext.depths = tuple(hf.get("depths", (3, 3, 9, 3)))
     convnext.widths = tuple(hf.get("hidden_sizes", (96, 192, 384, 768)))
     convnext.layer_scale = float(hf.get("layer_scale_init_value", 1e-6))
+    for key, stages in (("depths", convnext.depths), ("hidden_sizes", convnext.widths)):
+        if len(stages) != 4:
+            raise hf.refused(key, list(stages), "4 stages")
+    if config.model.image.size % 32:  # the stem divides it by 4, three stages by 2
+        raise hf.refused("image_size", config.model.image.size, "multiples of 32")
     config.model.norm_eps = _CONVNEXT_EPS
     if hf.get("layer_norm_eps", 1e-12) > _CONVNEXT_EPS:
         raise hf.refused("layer_norm_eps", hf.get("layer_norm_eps"), [1e-12, _CONVNEXT_EPS])
@@ -227,7 +237,7 @@ def _from_convnext(hf: _Json, config: ConfigDict) -> None:
 def _square(hf: _Json, key: str, default: int) -> int:
     value = hf.get(key, default)
     if not isinstance(value, int):
-        raise hf.refused(key, value, ["one number, for squares"])
+        raise hf.refused(key, value, "one number, for squares")
     return value
 
 
@@ -255,13 +265,17 @@ def _sizes(hf: _Json, config: ConfigDict, embed_dim: str, num_layers: str, num_h
     model = config.model
     model.vocab_size = hf.size("vocab_size")
     model.embed_dim, model.num_layers, model.num_heads = hf.size(embed_dim), hf.size(num_layers), hf.size(num_heads)
+    _check_heads(hf, model, embed_dim, num_heads)
+    model.num_kv_heads = model.num_heads
+    model.head_dim = model.embed_dim // model.num_heads
+
+
+def _check_heads(hf: _Json, model: ConfigDict, embed_dim: str, num_heads: str) -> None:
     if model.embed_dim % model.num_heads:
         raise ValueError(
             f"{hf.file}: {embed_dim}={model.embed_dim} is not a multiple of {num_heads}={model.num_heads}; "
             "transformers refuses it too"
         )
-    model.num_kv_heads = model.num_heads
-    model.head_dim = model.embed_dim // model.num_heads
 
 
 def _rotary(hf: _Json, config: ConfigDict, theta: float, fraction: float) -> None:

@@ -13,7 +13,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 
 from jaxpretrain import config as config_lib
-from jaxpretrain.data import image_sources
+from jaxpretrain.data import huggingface, image_sources
 from jaxpretrain.data.images import decode
 
 NUM = 14
@@ -228,15 +228,14 @@ def test_validation_is_preferred_to_test(tmp_path):
 
 
 def test_folders(tmp_path):
-    """Classes in nested folders count; files of other kinds, hidden ones and empty classes do not disturb."""
+    """Classes in nested folders count; files of other kinds, and hidden ones do not disturb."""
     folder = write_folder(tmp_path / "set")
     (folder / "bee/deep/er").mkdir(parents=True)
     (folder / "bee/001.png").rename(folder / "bee/deep/er/é 1.png")
     (folder / "bee/notes.txt").write_text("x")
     (folder / "bee/._004.png").write_text("x")
     (folder / ".cache").mkdir()
-    (folder / "dog").mkdir()
-    reader, _ = open_split(source="images", path=folder, num_classes=4)
+    reader, _ = open_split(source="images", path=folder)
     assert sorted(numbers_of(reader)) == list(range(NUM))
     assert any(reader.name(i).endswith("bee/deep/er/é 1.png") for i in range(NUM))
 
@@ -326,6 +325,43 @@ def test_splits_without_training_images_are_no_classes(tmp_path):
         Image.new("RGB", (4, 4)).save(tmp_path / folder / "1.png")
     with pytest.raises(ValueError, match="holds the splits test, val, and none named train"):
         open_split(source="images", path=str(tmp_path))
+
+
+def test_validation_folders_are_named_one_by_one(tmp_path, monkeypatch):
+    """Also where no train is beside them. Seen to fail: the folder above was refused for having none; of a relative
+    path it was not found."""
+    write_folder(tmp_path / "val", names=("bee", "cat", "dog"))
+    write_folder(tmp_path / "test", names=("bee", "cat", "dog"))
+    monkeypatch.chdir(tmp_path)
+    for above in ("", f"{tmp_path}/"):
+        for split, keys in (("train", {}), ("valid", {"validation_path": f"{above}val"})):
+            reader, _ = open_split(split, source="images", path=f"{above}test", **keys)
+            assert sorted(numbers_of(reader)) == list(range(NUM))
+    write_folder(tmp_path / "train", names=("ant", "bee", "cat"))
+    (tmp_path / "val/dog").rename(tmp_path / "val/ant")
+    for above in ("", f"{tmp_path}/"):
+        reader, _ = open_split("valid", source="images", validation_path=f"{above}val", num_classes=4)
+        names = {reader.name(i).split("/")[-2]: label for i, label in enumerate(reader.labels)}
+        assert names == {"ant": 0, "bee": 1, "cat": 2}
+
+
+def test_a_class_without_images_is_refused(tmp_path):
+    """Seen to fail: it moved the numbers of the classes after it."""
+    write_folder(tmp_path / "set")
+    (tmp_path / "set/beaver").mkdir()
+    with pytest.raises(ValueError, match=r"set/beaver: a class without images \(\.jpg"):
+        open_split(source="images", path=tmp_path / "set", num_classes=4)
+
+
+@pytest.mark.parametrize("name", ["dataset_dict.json", "state.json"])
+@pytest.mark.parametrize("content", ["", "{}", "[]", "{", '{"splits": 3, "_data_files": [1]}'])
+def test_damaged_descriptions_are_named(tmp_path, name, content):
+    """Seen to fail: a JSONDecodeError or KeyError that named no file."""
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{name}: damaged, or not of save_to_disk"):
+        open_split(source="huggingface", path=tmp_path)
+    with pytest.raises(ValueError, match=rf"{name}: damaged, or not of save_to_disk"):
+        huggingface.find_shards(str(tmp_path))
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1", "I;16"])

@@ -200,17 +200,22 @@ def test_synthetic():
     assert same(next(datasets[0].batches(3, 5)), whole)
 
 
-def test_processes_read_the_same_batches(noise):
-    """Two processes and none; from any step, for any rows.
+def test_processes_read_the_same_batches(noise, monkeypatch):
+    """Two processes and none; from any step, for any rows. Evaluations of few images start none.
 
-    Mutation seen to fail: `grain.MapDataset.range(stop - start)`.
+    Mutations seen to fail: `grain.MapDataset.range(stop - start)`; no `_FEW_IMAGES`.
     """
     datasets = [train(noise, **RECIPE, data__workers=workers) for workers in (1, 2)]
     expected = [datasets[0].batch(step, slice(3, 7)) for step in range(5, 10)]
     for dataset in datasets:
         assert all_same(dataset.batches(5, 10, slice(3, 7)), expected)
     evaluated = [datasets[0].eval_batch(i, 8, slice(0, 5)) for i in range(3)]
-    assert all_same(datasets[0].eval_batches(3, 8, slice(0, 5)), evaluated)
+    with monkeypatch.context() as patch:
+        patch.setattr(images, "_FEW_IMAGES", 3 * 8 - 1)
+        assert all(all_same(dataset.eval_batches(3, 8, slice(0, 5)), evaluated) for dataset in datasets)
+        patch.setattr(images, "_FEW_IMAGES", 3 * 8)
+        patch.setattr(images, "_read_in_processes", None)
+        assert all(all_same(dataset.eval_batches(3, 8, slice(0, 5)), evaluated) for dataset in datasets)
     assert list(datasets[1].batches(4, 4)) == []
     assert not multiprocessing.active_children()
 
@@ -237,6 +242,19 @@ def test_errors_come_in_their_place():
     assert [int(batch["i"]) for batch in seen] == [3, 4, 5, 6]
     pids = {int(batch["pid"]) for batch in seen}
     assert len(pids) == 2 and os.getpid() not in pids and not any(batch["jax"] for batch in seen)
+    assert not multiprocessing.active_children()
+
+
+def is_killed_at(bad, i):
+    if i == bad:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"i": np.array(i)}
+
+
+def test_a_killed_process_is_explained():
+    """As the kernel kills for want of memory. Seen to fail: Grain's RuntimeError, which names no key."""
+    with pytest.raises(ValueError, match=r"^data\.workers=2: .* was killed, .*exit code -9\)$"):
+        list(read_in_order(functools.partial(is_killed_at, 5), 0, 20, 2, 0))
     assert not multiprocessing.active_children()
 
 

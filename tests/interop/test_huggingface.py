@@ -48,6 +48,26 @@ GPT2 = dict(
     layer_norm_epsilon=1e-5,
     attn_pdrop=0.1,
 )
+VIT_B = dict(
+    architectures=["ViTForImageClassification"],
+    model_type="vit",
+    hidden_size=768,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    intermediate_size=3072,
+    hidden_act="gelu",
+    layer_norm_eps=1e-12,
+    image_size=224,
+    patch_size=16,
+)
+CONVNEXT_T = dict(
+    architectures=["ConvNextForImageClassification"],
+    model_type="convnext",
+    depths=[3, 3, 9, 3],
+    hidden_sizes=[96, 192, 384, 768],
+    layer_norm_eps=1e-12,
+    image_size=224,
+)
 LLAMA_31_8B = dict(
     architectures=["LlamaForCausalLM"],
     model_type="llama",
@@ -142,9 +162,16 @@ def test_both_words_for_rotary_are_written(tmp_path, family, scaling):
         (LLAMA_31_8B, dict(rope_scaling=dict(rope_type="llama3", factor=4.0)), "without low_freq_factor"),
         (LLAMA_31_8B, dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
         (LLAMA_31_8B, dict(quantization_config={"bits": 4}), "quantization_config="),
+        (VIT_B, dict(image_size=[224, 112]), "image_size=[224, 112] is not supported, only one number, for squares"),
+        (VIT_B, dict(image_size=220), "image_size=220 is not supported, only multiples of patch_size=16"),
+        (VIT_B, dict(hidden_size=770), "hidden_size=770 is not a multiple of num_attention_heads=12"),
+        (CONVNEXT_T, dict(depths=[3, 3, 9]), "depths=[3, 3, 9] is not supported, only 4 stages"),
+        (CONVNEXT_T, dict(hidden_sizes=[96, 192]), "hidden_sizes=[96, 192] is not supported, only 4 stages"),
+        (CONVNEXT_T, dict(image_size=230), "image_size=230 is not supported, only multiples of 32"),
     ],
 )
 def test_unsupported_configurations_are_refused_by_name_and_value(tmp_path, base, change, words):
+    """Of images, seen to fail: they came as far as the checks of our own keys, which name no folder."""
     with pytest.raises(ValueError, match="config.json") as error:
         huggingface.model_config(write_config(tmp_path, base | change))
     assert words in str(error.value) and "\n" not in str(error.value)
